@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tierckpt._children import child_command, child_environment
 from tierckpt._text import in_words, some
@@ -105,8 +105,10 @@ from .protocol import (
     Welcome,
     version_of,
 )
-from .server import Agent
 from .status import AGENT, StallWatch
+
+if TYPE_CHECKING:
+    from .server import Agent
 
 EXIT_SECONDS = 2.0
 """Time for a process to end, after its agent has removed its lock as the last step."""
@@ -159,7 +161,7 @@ class AgentConnection:
         self._environment = environment
         if inline:  # shared with no process: two agents of a node undo each other's work
             self._environment = f"inline {environment}"
-        self.inline = Agent(0.0) if inline else None
+        self.inline = _agent_of_this_process() if inline else None
         """The agent, if it is a part of this process."""
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
         self._began = time.monotonic()
@@ -891,3 +893,9 @@ class AgentClient:
         self._received += [FlushFailed(id_, reason) for id_ in self._flushing]
         self._flushing.clear()
         self._fail_orders(reason)
+
+
+def _agent_of_this_process() -> Agent:
+    from .server import Agent
+
+    return Agent(0.0)

@@ -24,7 +24,7 @@ from functools import partial
 from tierckpt._text import in_words
 from tierckpt.codecs.codec import CodecError, Pipeline
 from tierckpt.codecs.shard_coding import Base, Chain, Decoder, Encoder, Plain, Read, cut
-from tierckpt.core.levels import PERSISTENT
+from tierckpt.core.levels import MAX_SUPERSEDED, PERSISTENT
 from tierckpt.core.retention import milestones
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ShardKey, VersionName
@@ -370,10 +370,6 @@ between them."""
 STILL_UNDER_WAY = 2
 """Number of versions before the present one that other nodes may still be flushing."""
 CANCELLED = "the agent shuts down to make room for a later run's agent"
-MOST_SUPERSEDED = 2
-"""Number of flushes in a row that newer versions may replace; without a limit none might complete.
-"""
-
 
 Answer = Callable[[AgentMessage], None]
 
@@ -713,7 +709,7 @@ class Flusher:
             self._unproved.clear()
             return
         drops = self.settings.drop_superseded
-        if len(others) <= STILL_UNDER_WAY + self.settings.node + (MOST_SUPERSEDED if drops else 0):
+        if len(others) <= STILL_UNDER_WAY + self.settings.node + (MAX_SUPERSEDED if drops else 0):
             return
         self._unproved.remove(others[0])
         if others[0] not in store.incomplete() or not store.give_up(others[0]):

@@ -26,7 +26,7 @@ from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.config import load_config
 from tierckpt.coordination.peers import redundancy_groups
 from tierckpt.coordination.pinning import mark_everywhere
-from tierckpt.coordination.proof_order import redirected
+from tierckpt.coordination.proof_order import order_here, redirected
 from tierckpt.core.decisions import Reason
 from tierckpt.core.levels import MEMORY
 from tierckpt.errors import ConfigError, PinError, RestoreError, TierckptError
@@ -35,7 +35,6 @@ from tierckpt.format.ids import VersionId
 from tierckpt.format.records import TRAINING_END
 from tierckpt.group import Group, SingleGroup
 from tierckpt.lineage.fork import ForkOrder, PartReport, Selection
-from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
@@ -103,7 +102,10 @@ class CheckpointerLifetime(CheckpointerCore):
             self._connect_levels(groups)
             self._prepare_copies(undo)
             self._watch_loop(model, undo)
-            record_if_ordered(self)
+            if order_here() is not None:
+                from tierckpt.proof.recorder import record_if_ordered
+
+                record_if_ordered(self)
             undo.callback(self._adapter_closed)
             self.adapter.attached(Handle(self))
             shutdown.at_exit(self._end_with_process)

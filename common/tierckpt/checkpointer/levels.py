@@ -38,7 +38,6 @@ from tierckpt import _process
 from tierckpt._children import module_path
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.flusher import MOST_SUPERSEDED
 from tierckpt.agent.protocol import FlushOrder, PersistentSettings, SessionSettings
 from tierckpt.callbacks import CallbackList, Job
 from tierckpt.config import Config
@@ -57,6 +56,7 @@ from tierckpt.core.levels import (
     INTERVALS,
     LEDGERS,
     LOCAL,
+    MAX_SUPERSEDED,
     MEMORY,
     PEER,
     PERSISTENT,
@@ -66,7 +66,6 @@ from tierckpt.core.restore_plan import Found, FoundParity, RestorePlan, distinct
 from tierckpt.core.retention import Best
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.events import Callback, EventLog
-from tierckpt.exporters.exporter import exporters_of
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.records import VersionFacts
@@ -286,7 +285,7 @@ class Backlog:
         if not under_way:
             self._superseded = 0
             self.flush_last()
-        elif self._drops_superseded and self._superseded < MOST_SUPERSEDED:
+        elif self._drops_superseded and self._superseded < MAX_SUPERSEDED:
             self._superseded += 1
             self.flush_last()
 
@@ -789,8 +788,11 @@ class JobParts:
         self.config, self.group, self.node = config, group, topology.node(group.rank)
         self.callbacks = callbacks
         self.topology, self._undo = topology, undo
-        for exporter in exporters_of(config.export):
-            callbacks.add(exporter)
+        if config.export:
+            from tierckpt.exporters.exporter import exporters_of
+
+            for exporter in exporters_of(config.export):
+                callbacks.add(exporter)
         undo.callback(callbacks.close)
         callbacks.attach(place_in_job(config, group, self.node))
         by_child = config.agent != "inline"

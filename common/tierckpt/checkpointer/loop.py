@@ -57,7 +57,7 @@ from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.iterations import Accumulation, Hooks, Iterations, Unattached
-from tierckpt.journal.recorder import Journal, JournalRecorder
+from tierckpt.journal.journal import Journal
 from tierckpt.lineage.fork import Forks
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
@@ -68,7 +68,6 @@ from tierckpt.snapshot.snapshot import Copier, Snapshot, SnapshotError, Work
 from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.slot_pool import SlotPool
-from tierckpt.tracing.recorder import open_trace
 
 from . import shutdown
 from .adapter import Adapter
@@ -456,6 +455,8 @@ class CheckpointerParts:
         config, group = self.config, self.group
         if not config.local.journal_steps:
             return Journal(config, group, self._node)
+        from tierckpt.journal.recorder import JournalRecorder
+
         peers, active = self._levels.peers, self._active
         reads = self._state, active.capture, self._reports, active.submit
         return JournalRecorder(config, group, peers, *reads)
@@ -528,7 +529,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             step_class=self.adapter.step_class,
             no_calls=self.adapter.no_calls_notice,
         )
-        self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
+        self._trace = self._open_trace()
         if self._trace is not None:
             undo.callback(self._trace.close)
         self._own_hooks = Hooks(
@@ -557,6 +558,13 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
         self._halt = HaltController(self.config, self.group.rank, self._node, self._reports.notice)
         undo.callback(self._halt.close)
+
+    def _open_trace(self) -> Trace | None:
+        if not self.config.trace_dir:
+            return None
+        from tierckpt.tracing.recorder import open_trace
+
+        return open_trace(self.config, self.group.rank, self._state.name_of, self._log)
 
     def _stepped_before_boundary(self) -> None:
         """Keep what the loop will have changed by the forward pass that is the boundary."""

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -47,9 +47,7 @@ from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group, Node
 from tierckpt.hooks.iterations import Accumulation
 from tierckpt.hooks.unsaved_objects import first_values
-from tierckpt.journal.recorder import Journal
-from tierckpt.journal.replay import Replay
-from tierckpt.journal.steps import check_support
+from tierckpt.journal.journal import Journal
 from tierckpt.lineage.fork import ForkOrder, Forks, PartReport, Selection
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.session import LoadedVersion, RestoreSession
@@ -72,6 +70,9 @@ from .levels import Tiers, repair
 from .live_state import LiveState
 from .node_resources import lacking_bytes
 from .shutdown import Finished
+
+if TYPE_CHECKING:
+    from tierckpt.journal.replay import Replay
 
 __all__ = ["DataWitness", "Restart"]
 
@@ -103,8 +104,11 @@ def agree(
         state = TrainingState(model, given, extra, extra_per_rank, *shared)
         check_state(state)
     config, topology = agree_on_settings(settings, config_file, group)
-    with _on_all_ranks(group):
-        check_support(config, state, adapter.repeats_steps, adapter.step_class)
+    if config.local.journal_steps:
+        from tierckpt.journal.steps import check_support
+
+        with _on_all_ranks(group):
+            check_support(config, state, adapter.repeats_steps, adapter.step_class)
     state.forward_changes(config.forward_changes)
     return state, config, topology
 

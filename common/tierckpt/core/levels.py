@@ -23,6 +23,7 @@ __all__ = [
     "INTERVALS",
     "LEDGERS",
     "LOCAL",
+    "MAX_SUPERSEDED",
     "MEMORY",
     "PEER",
     "PENDING",
@@ -36,6 +37,10 @@ __all__ = [
     "place_of",
     "superseded_by",
 ]
+
+MAX_SUPERSEDED = 2
+"""Number of flushes in a row that newer versions may replace; without a limit none might complete.
+"""
 
 
 PENDING, DONE, BROKEN = 0, 1, -1

@@ -10,7 +10,8 @@ the same gradients, bit for bit; see docs/internals/journal.md.
 | `writer` | the thread that appends records |
 | `copies` | a copy of another rank's journal |
 | `replay` | a restart: the records that lead on, and the steps, made again |
-| `recorder` | one rank's journal, during the training; and that of a job that keeps none |
+| `recorder` | one rank's journal, during the training |
+| `journal` | its interface, and the journal of a job that keeps none |
 
 That a log of gradients is as good as checkpoints at every step is the idea of LowDiff (Yao et al.,
 2025, arXiv:2509.04084), which logs compressed gradients; a log of inputs that a deterministic

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -33,8 +33,10 @@ from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import NO_RUN, PAGE_BYTES, ShardKey, VersionId, round_up
 from tierckpt.format.manifest import Manifest, verify_shard
 from tierckpt.group import Node
-from tierckpt.offline.survey import Survey
 from tierckpt.storage.durable import MappedFile, open_plain, remove
+
+if TYPE_CHECKING:
+    from tierckpt.offline.survey import Survey
 
 __all__ = [
     "BOUNDARY",

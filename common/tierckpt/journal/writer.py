@@ -22,13 +22,12 @@ from tierckpt.format.records import VersionFacts
 from tierckpt.storage import durable
 from tierckpt.storage.durable import DirectFile
 
+from .journal import CLOSE_SECONDS
 from .segments import BOUNDARY, STEP, FrameHead, SegmentName, names_in, outdated, remove_all
 from .steps import Image
 
 MOST_WAITING = 3
 """Records whose memory may wait for the disk. One more, and the disk does not keep up."""
-CLOSE_SECONDS = 10.0
-"""At the end: time to wait for the disk."""
 
 
 @dataclass(frozen=True)
@@ -237,4 +236,4 @@ class JournalWriter:
             self._file = None
 
 
-__all__ = ["CLOSE_SECONDS", "MOST_WAITING", "Draft", "FrameBytes", "JournalWriter", "last_frame"]
+__all__ = ["MOST_WAITING", "Draft", "FrameBytes", "JournalWriter", "last_frame"]
