@@ -52,7 +52,7 @@ PARTS = {
     ),
     "boundary": ("checkpointer.loop:CheckpointerCore._boundary",),
     "read the votes": (
-        "checkpointer.loop:Rounds.hear",
+        "checkpointer.loop:Rounds.read",
         "coordination.agreement:Agreement.read",
     ),
     "take stock": ("coordination.versions:SlotHandoff.take_stock",),
@@ -109,7 +109,7 @@ PARTS = {
     "feed (GPU)": ("snapshot.cuda:CudaSnapshot.run", "snapshot.cuda:CudaSnapshot._feed"),
     "let go (GPU)": (
         "snapshot.cuda:CudaSnapshot.barrier",
-        "snapshot.cuda:CudaSnapshot._let_go",
+        "snapshot.cuda:CudaSnapshot._release_batch",
         "snapshot.cuda:CudaSnapshot._clone_rest",
     ),
     "receive (GPU)": ("snapshot.cuda:CudaSnapshot._receive",),

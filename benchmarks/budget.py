@@ -37,7 +37,7 @@ from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError
 
 LEVELS = ("memory", "local", "persistent")
-WAKE_STEPS, MOST_WAKE_STEPS = 10, 2000
+WAKE_STEPS, MAX_WAKE_STEPS = 10, 2000
 """Steps made at a time until the work of a block is done, and the limit of such steps."""
 SLOW_BYTES = 20e6
 """Bytes per second and node to a slow persistent level."""
@@ -138,7 +138,7 @@ class Bench:
         """Train until all work of the block is done; return the seconds and the steps of that."""
         seconds, steps = 0.0, 0
         while any(team.command("busy")):
-            if steps == MOST_WAKE_STEPS:
+            if steps == MAX_WAKE_STEPS:
                 raise TeamError(f"still at work after {steps} steps that began nothing")
             seconds += block_seconds(team.block(WAKE_STEPS, checkpoints=False))
             steps += WAKE_STEPS

@@ -51,7 +51,7 @@ from lib.methods.ours import OursLevels
 from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError, measure_visit
 
-LEAST_STEPS = 4
+MIN_STEPS = 4
 """Timed steps next to the work of a level; shorter work is repeated to take as long."""
 TOGETHER = "all"
 """The name of all levels at once, in --levels."""
@@ -120,14 +120,14 @@ class Bench:
 
     def calibrate(self) -> None:
         """Choose the cadence of each level. Also warms everything up before the rounds."""
-        self.team.block(LEAST_STEPS, checkpoints=False)
-        steps = 2 * LEAST_STEPS
+        self.team.block(MIN_STEPS, checkpoints=False)
+        steps = 2 * MIN_STEPS
         step_s = block_seconds(self.team.block(steps, checkpoints=False)) / steps
         for level in self.rows:
             self.nodes.do(level.orders(self.nodes, 1))
             alone_s = self.nodes.do(level.orders(self.nodes, 1)).span_s
-            repeat = max(1, round((LEAST_STEPS + UNTIMED_STEPS) * step_s / alone_s))
-            steps = max(LEAST_STEPS, round(repeat * alone_s / step_s) - UNTIMED_STEPS)
+            repeat = max(1, round((MIN_STEPS + UNTIMED_STEPS) * step_s / alone_s))
+            steps = max(MIN_STEPS, round(repeat * alone_s / step_s) - UNTIMED_STEPS)
             self._cadence[level] = Cadence(repeat, steps)
             say(f"{level.name}: {alone_s:.2f} s, {repeat} times during {steps} steps")
 

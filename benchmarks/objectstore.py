@@ -47,8 +47,8 @@ from tierckpt.storage.persistent import PersistentStore, ShardSource
 from tierckpt.storage.persistent.backend import RetryingBackend, RetryPolicy
 from tierckpt.storage.persistent.object_stores import FsspecBackend
 
-MOST_SHARD_MB = 125
-LEAST_SHARDS = 2
+MAX_SHARD_MB = 125
+MIN_SHARDS = 2
 """Ranks of the node: its agent flushes their shards as one version."""
 CLIENTS = ("tierckpt", "fsspec")
 
@@ -96,7 +96,7 @@ class Bench:
         self.server = server
         self.local = LocalStore(folder / f"local-{megabytes}")
         self.local.create()
-        self.shards = max(LEAST_SHARDS, -(-megabytes // MOST_SHARD_MB))
+        self.shards = max(MIN_SHARDS, -(-megabytes // MAX_SHARD_MB))
         shard_bytes = (megabytes * 10**6 // self.shards // PAGE_BYTES) * PAGE_BYTES
         self.images = [shared(shard_bytes) for _ in range(self.shards)]
         self.keys = [ShardKey(VersionId(1, 0), s, self.shards) for s in range(self.shards)]
@@ -304,7 +304,7 @@ def main() -> None:
         rows = list(measure(options, server, folder))
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
     place = f"its data on {about['filesystem']}"
-    print(f"{server.name} over loopback, {place}; shards of up to {MOST_SHARD_MB} MB\n")
+    print(f"{server.name} over loopback, {place}; shards of up to {MAX_SHARD_MB} MB\n")
     print(table(rows))
     if options.json:
         write_json(

@@ -45,7 +45,7 @@ from lib import machine
 from lib.files import clean_up_when_terminated
 from lib.papers import page, results
 from lib.papers.registry import PAPERS
-from lib.papers.rule import ENOUGH_VISITS
+from lib.papers.rule import MIN_VISITS
 from lib.terminal import parser_of, say
 from tierckpt.testing.network import NoNetworkError
 
@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
             parser.error(f"there is no paper {name}: choose from {', '.join(PAPERS)}")
     if options.json and len(options.names) != 1:
         parser.error("--json is the file of one paper: name that one")
-    options.rounds = options.rounds or (1 if options.toy else ENOUGH_VISITS)
+    options.rounds = options.rounds or (1 if options.toy else MIN_VISITS)
     options.dir = options.dir or machine.scratch_parent()
     options.chosen = _chosen(options, parser)
     return options

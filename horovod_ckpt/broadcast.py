@@ -40,7 +40,7 @@ from .adapter import Checkpointer
 __all__ = ["Untouched", "place"]
 
 
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 """Largest size of one broadcast: Horovod counts its elements, here bytes, in a C int."""
 
 
@@ -126,9 +126,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The parts of a flat tensor, in order, of at most MOST_BYTES each."""
-    for start in range(0, flat.numel(), MOST_BYTES):
-        yield flat[start : start + MOST_BYTES]
+    """The parts of a flat tensor, in order, of at most MAX_BYTES each."""
+    for start in range(0, flat.numel(), MAX_BYTES):
+        yield flat[start : start + MAX_BYTES]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

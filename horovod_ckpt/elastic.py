@@ -444,7 +444,7 @@ class TorchState(State):  # type: ignore[misc]
         only abandons the checkpointer, and the `sync()` that follows restores the state.
         """
         if isinstance(sys.exc_info()[1], HorovodInternalError):
-            self._let_go(Condition.INEXACT)
+            self._abandon_checkpointer(Condition.INEXACT)
         elif self.checkpointer is None:
             raise RestoreError(NO_COMMIT)
         else:
@@ -474,7 +474,7 @@ class TorchState(State):  # type: ignore[misc]
             whole = self.checkpointer is not None and not self.checkpointer.adapter.half_way
             if self.checkpointer is not None:
                 self.checkpointer.adapter.compare_replicas()
-            self._let_go(Condition.EXACT if whole else Condition.INEXACT)
+            self._abandon_checkpointer(Condition.EXACT if whole else Condition.INEXACT)
             # If ranks only leave, Horovod would not call sync(), but our ranks get new numbers.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
@@ -505,7 +505,7 @@ class TorchState(State):  # type: ignore[misc]
         Raises RestoreError, on all ranks, if none of these is sound, and the errors of
         `tierckpt.Checkpointer.restore` if no rank has a live state.
         """
-        self._let_go(Condition.INEXACT)
+        self._abandon_checkpointer(Condition.INEXACT)
         atexit.unregister(self._close)  # a new start of Horovod registered its shutdown after ours
         atexit.register(self._close)
         ckpt = self._attach()
@@ -620,7 +620,7 @@ class TorchState(State):  # type: ignore[misc]
         try:
             restored = ckpt.restore()
         except HorovodInternalError:
-            self._let_go(Condition.UNSOUND)  # the script has rejected the live state
+            self._abandon_checkpointer(Condition.UNSOUND)  # the script has rejected the live state
             raise
         if not restored.levels:
             raise RestoreError(NO_COMMIT)
@@ -633,7 +633,7 @@ class TorchState(State):  # type: ignore[misc]
             ckpt.adapter.handle.notice(text, logging.WARNING, restored.version)
         self.restored = restored
 
-    def _let_go(self, condition: Condition) -> None:
+    def _abandon_checkpointer(self, condition: Condition) -> None:
         """Abandon the checkpointer over the previous ranks, and note the condition of this rank's
         live state."""
         ckpt, self.checkpointer = self.checkpointer, None

@@ -17,7 +17,7 @@ UNTIMED_STEPS = 2  # of a block: one to warm up, one to settle
 # Above this use of cores by other processes, a visit is not quiet. The kernel threads that write
 # back the files of a method use far less.
 QUIET_CORES = 0.15
-ENOUGH_QUIET_VISITS = 3
+MIN_QUIET_VISITS = 3
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]], every: 
     row.due, row.taken = len(everything), sum("durable" in each for each in everything)
     row.others = spread(map(noise, visits))
     quiet = [visit for visit in visits if noise(visit) <= QUIET_CORES]
-    if len(quiet) >= min(ENOUGH_QUIET_VISITS, len(visits)):
+    if len(quiet) >= min(MIN_QUIET_VISITS, len(visits)):
         row.quiet, visits = len(quiet), quiet
     checkpoints = [merged for visit in visits for merged in merge(visit["checkpoints"])]
     finished = [each for each in checkpoints if "durable" in each]

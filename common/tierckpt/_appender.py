@@ -17,7 +17,7 @@ import time
 import weakref
 from typing import BinaryIO
 
-MOST_KEPT_BYTES = 1 << 22
+MAX_KEPT_BYTES = 1 << 22
 """More than this is not kept for a file system that does not answer."""
 NO_ANSWER = "the file system does not answer"
 END_SECONDS = 2.0
@@ -70,7 +70,7 @@ class Appender:
         self._kept += data
         if not self._push():
             raise OSError(self._end() or "the process that writes it was ended")
-        if len(self._kept) > MOST_KEPT_BYTES:
+        if len(self._kept) > MAX_KEPT_BYTES:
             raise OSError(errno.ETIMEDOUT, NO_ANSWER)
 
     def _push(self) -> bool:

@@ -90,7 +90,7 @@ SAME_STATE = (
 )
 
 
-MOST_DIFFERENCES = 40
+MAX_DIFFERENCES = 40
 """Limit of differences in one message."""
 
 
@@ -102,8 +102,8 @@ class StateMismatchError(RestoreError):
 
     def __init__(self, source: str, differences: Sequence[str], way_out: str = SAME_STATE) -> None:
         self._source, self.differences, self._way_out = source, tuple(differences), way_out
-        shown = "\n".join(f"  - {d}" for d in self.differences[:MOST_DIFFERENCES])
-        hidden = len(self.differences) - MOST_DIFFERENCES
+        shown = "\n".join(f"  - {d}" for d in self.differences[:MAX_DIFFERENCES])
+        hidden = len(self.differences) - MAX_DIFFERENCES
         if hidden > 0:
             shown += f"\n  ... and {hidden} more"
         super().__init__(

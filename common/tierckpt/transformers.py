@@ -471,22 +471,22 @@ class Fit:
     def run_epoch(self, run: Callable[..., None], arguments: dict[str, Any]) -> None:
         """Run one epoch of the Trainer's, or the rest of the restored one."""
         trainer, data = self._trainer, self._data
-        batches, amid = data.batches, self.resumes and data.batches > 0
+        batches, within_epoch = data.batches, self.resumes and data.batches > 0
         if self._version:
             if self.resumes and arguments["resume_from_checkpoint"] is not None:
                 forked_from = self.checkpointer.restored.forked_from
                 version = forked_from or f"its own v{self._version}"
                 self._say(NOT_LOADED.format(version=version), logging.WARNING)
-            arguments["resume_from_checkpoint"] = MARK if amid else None
+            arguments["resume_from_checkpoint"] = MARK if within_epoch else None
         self._load_late()
         self._state.epoch_is_over = False
-        if amid:
+        if within_epoch:
             arguments["epochs_trained"] = arguments["epoch"]
             arguments["steps_trained_in_current_epoch"] = batches
             if data.is_over:
                 self._state.load_flags()
         ignores = trainer.args.ignore_data_skip
-        trainer.args.ignore_data_skip = ignores and not amid
+        trainer.args.ignore_data_skip = ignores and not within_epoch
         try:
             with skipping(self._skipped):
                 run(**arguments)

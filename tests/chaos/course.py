@@ -16,7 +16,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.damage import Damage
 from tests.chaos.job import JOURNAL, Orders
 from tests.chaos.journals import Journals, Line
-from tests.chaos.plan import MOST_RANKS, RANKS, STEPS, Fault, Life, Round
+from tests.chaos.plan import MAX_RANKS, RANKS, STEPS, Fault, Life, Round
 from tests.chaos.truth import Truth
 from tests.support.crash.launcher import Process
 
@@ -91,7 +91,7 @@ class Course:
         """`states` and `losses` are those of an undisturbed job."""
         self._plan, self._cluster, self._log = plan, cluster, log
         self._states, self._losses = states, losses
-        self._journals = Journals(cluster.folder, MOST_RANKS)
+        self._journals = Journals(cluster.folder, MAX_RANKS)
         self._truth = Truth(plan.shape, KEEP_LAST)
         self.life = self.number = self.recoveries = 0
         """The number of the current run, of faults so far, and of runs that recovered from one."""

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 
 RANKS = 4
-MOST_RANKS = 6
+MAX_RANKS = 6
 """Ranks of a run that only restores and is checked, see `Life.ranks`."""
 LIVES = 4
 """Number of runs that end in a failure; one more goes to the end."""
@@ -174,7 +174,7 @@ def _placed(draw: random.Random, shape: Shape) -> tuple[int, ...]:
 def _visit(draw: random.Random, shape: Shape) -> Life:
     """A run of another size that sees the remaining files on all nodes."""
     every = shape.node_numbers
-    ranks = draw.choice([n for n in range(len(every), MOST_RANKS + 1) if n != RANKS])
+    ranks = draw.choice([n for n in range(len(every), MAX_RANKS + 1) if n != RANKS])
     nodes = [*every, *(draw.choice(every) for _ in range(ranks - len(every)))]
     draw.shuffle(nodes)
     end = Fault("trainer", 0, draw.randrange(ranks), place=PLACES[0])

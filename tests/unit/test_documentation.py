@@ -19,7 +19,7 @@ PAGES = sorted(
     for page in ROOT.glob(f"{folder}/*.md")
 )
 DESIGN = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "internals").glob("*.md"))]
-MOST_WORDS = 150
+MAX_WORDS = 150
 """Limit of words in a paragraph, an item of a list or a row of a table."""
 SOURCES = [ROOT / "common" / "tierckpt", ROOT]
 WORDS = {
@@ -98,7 +98,7 @@ def by_name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", DESIGN, ids=by_name)
 def test_no_paragraph_of_the_design_is_long(page: Path) -> None:
-    long = [line[:60] for line in page.read_text().split("\n") if len(line.split()) > MOST_WORDS]
+    long = [line[:60] for line in page.read_text().split("\n") if len(line.split()) > MAX_WORDS]
     assert not long
 
 

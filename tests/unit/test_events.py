@@ -144,7 +144,7 @@ def test_what_a_file_system_that_hangs_does_not_take_is_said(
 ) -> None:
     log, said, child = stopped
     monkeypatch.setattr(_appender, "END_SECONDS", 0.05)
-    monkeypatch.setattr(_appender, "MOST_KEPT_BYTES", 1 << 16)
+    monkeypatch.setattr(_appender, "MAX_KEPT_BYTES", 1 << 16)
     for version in range(3000):
         log.emit("sealed", version=version)
     assert sum("the file system does not answer" in text for text in said) == 1

@@ -16,7 +16,7 @@ from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.training.teams import Team, measure_visit
 
-LEAST_STEPS = 6
+MIN_STEPS = 6
 """Steps with checkpoints in a visit at least."""
 
 
@@ -62,7 +62,7 @@ class Frequency:
     def at(self, every: int, rounds: int | None = None, checkpoints: int | None = None) -> Row:
         """Measure checkpoints at this interval. `lib.papers.rule` makes a cost of the visits, whose
         overhead counts all steps; shares are fractions of a plain step."""
-        steps = (checkpoints or max(2, LEAST_STEPS // every)) * every
+        steps = (checkpoints or max(2, MIN_STEPS // every)) * every
         visits = [
             measure_visit(self.team, self.team, steps, every) for _ in range(rounds or self.rounds)
         ]

@@ -27,7 +27,7 @@ from lib.papers.rule import Interval, cost_of, interval
 BUDGET = 0.05
 """LightCheck's: the overhead that is allowed."""
 WORLD = 2
-MOST_EVERY = 6
+MAX_EVERY = 6
 """The longest interval that is measured; longer ones are computed."""
 FIRST = {"torch-save": 3, "checkfreq": 3}
 """The first interval that is measured, if it is not 1."""
@@ -83,13 +83,13 @@ def shortest(frequency: Frequency, method: str) -> Row:
     every = FIRST.get(method, 1)
     frequency.at(1, rounds=1, checkpoints=2)  # warms up buffers, files and page tables
     tried = [frequency.at(every)]
-    alone = min(MOST_EVERY, _until_done(tried[0]))
+    alone = min(MAX_EVERY, _until_done(tried[0]))
     first = cost_of(tried[0])
     crowded = first.taken < first.due or first.share > BUDGET
     if method != "torch-save" and crowded and alone > every:
         tried.append(frequency.at(alone))
         found = interval_of(tried, method).iterations
-        if alone < found <= MOST_EVERY:
+        if alone < found <= MAX_EVERY:
             tried.append(frequency.at(found))
     return {
         "step_seconds": tried[-1]["step_seconds"],
@@ -101,7 +101,7 @@ def shortest(frequency: Frequency, method: str) -> Row:
 def _until_done(tried: Row) -> int:
     """Steps until a checkpoint is finished, so that the next one need not wait."""
     seconds = tried["durable_seconds"]
-    return math.ceil(seconds / tried["step_seconds"]) + 1 if seconds else MOST_EVERY
+    return math.ceil(seconds / tried["step_seconds"]) + 1 if seconds else MAX_EVERY
 
 
 def interval_of(tried: Sequence[Row], method: str) -> Interval:

@@ -3,7 +3,7 @@
 What checkpoints cost is the larger of two shares of the training: the overhead over all of its
 steps, whether these took a version or not, and the CPU time of the versions, which is the least
 that they cost where the training uses all cores. The overhead of a visit beside which other
-processes took more than `QUIET_CORES` does not count. A verdict needs `ENOUGH_VISITS` that count.
+processes took more than `QUIET_CORES` does not count. A verdict needs `MIN_VISITS` that count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lib.figures import ENOUGH_QUIET_VISITS as ENOUGH_VISITS
+from lib.figures import MIN_QUIET_VISITS as MIN_VISITS
 from lib.figures import QUIET_CORES
 from lib.papers.results import Row
 
@@ -22,7 +22,7 @@ TEXT = (
     "steps, taken or not, and the CPU time of its versions. *~* or *≥*: *others*, other processes, "
     f"took more than {QUIET_CORES:g} cores, so the overhead does not count, and the figure is CPU "
     "time alone, a lower bound. In parentheses: the range of the visits and their number; below "
-    f"{ENOUGH_VISITS} they are *too few*, and there is no verdict."
+    f"{MIN_VISITS} they are *too few*, and there is no verdict."
 )
 
 WORDS = ("met", "missed", "so far within", "so far missed", "not known")
@@ -78,14 +78,14 @@ class Cost:
 
 def word(is_reached: bool, visits: int) -> str:
     """The verdict of a figure that counts."""
-    if visits < ENOUGH_VISITS:
+    if visits < MIN_VISITS:
         return "so far within" if is_reached else "so far missed"
     return "met" if is_reached else "missed"
 
 
 def visits_text(count: int) -> str:
     """The number of visits, or that they are too few."""
-    return f"{count} visits" if count >= ENOUGH_VISITS else f"too few: {count}"
+    return f"{count} visits" if count >= MIN_VISITS else f"too few: {count}"
 
 
 def cost_of(row: Row) -> Cost:

@@ -34,7 +34,7 @@ AGAIN_SECONDS = 0.5
 """Time before the next start, after a new agent found another one in its place."""
 GONE_SECONDS = 0.2
 """Interval of checks whether an agent that shuts down has ended."""
-MOST_AGENTS = 4
+MAX_AGENTS = 4
 """Number of places. When all were passed over, the first is tried again after ANSWER_SECONDS."""
 OUTDATED = (
     "this node's agent serves a later start of this job, with other keys, credentials or codecs; "
@@ -105,7 +105,7 @@ class Standing:
     @property
     def places(self) -> tuple[int, ...]:
         """Places that were not passed over."""
-        return tuple(number for number in range(MOST_AGENTS) if number not in self.passed)
+        return tuple(number for number in range(MAX_AGENTS) if number not in self.passed)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -429,7 +429,7 @@ def _pass_over(at: Standing, now: float, why: str, severity: int) -> Next:
     if full:
         actions.append(
             GiveUp(
-                f"none of this node's {MOST_AGENTS} agents answers and serves this run; they are "
+                f"none of this node's {MAX_AGENTS} agents answers and serves this run; they are "
                 "asked again"
             )
         )

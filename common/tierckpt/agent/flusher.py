@@ -364,7 +364,7 @@ LEASE_PATIENCE_SECONDS = 2 * LEASE_SECONDS
 """A dead run's lease has ended after this time: a lease that is still held is a live run's."""
 FIRST_NODE_SECONDS = 60.0
 """Time that other nodes wait for the first node's lease in a place that was never used."""
-MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
+MAX_ROUNDS, ROUND_SECONDS = 4, 30.0
 """Number of attempts for a whole version while its store has trouble that may pass, and the time
 between them."""
 STILL_UNDER_WAY = 2
@@ -520,7 +520,7 @@ class Flusher:
             try:
                 return self._flush(order)
             except PersistentError as error:
-                if not error.transient or rounds == MOST_ROUNDS or self._orders:
+                if not error.transient or rounds == MAX_ROUNDS or self._orders:
                     raise
                 self._warn(
                     f"{order.id}: {error}. Parts stored so far stay; the whole version is tried "

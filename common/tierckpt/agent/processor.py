@@ -87,7 +87,7 @@ def _lower_session(nice: int) -> None:
 
 
 USAGE_PERIOD_SECONDS = 0.05
-MOST_SAMPLES = 12_000
+MAX_SAMPLES = 12_000
 """Limit of the samples of one run: ten minutes, 1 MB."""
 USAGE_OF_AGENT = "agent"
 OWN_CLOCK = time.CLOCK_PROCESS_CPUTIME_ID
@@ -134,7 +134,7 @@ class UsageSampler:
 
     def _sample(self, path: Path) -> None:
         before: dict[str, float] = {}
-        begin, left = time.monotonic(), MOST_SAMPLES
+        begin, left = time.monotonic(), MAX_SAMPLES
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("a", buffering=1))

@@ -462,7 +462,7 @@ STUCK_SECONDS = 1800.0
 """Without trainers, a flush without progress for this long is given up: its store hangs. Not less,
 because the fsync of a large file may take long."""
 LOOK_AGAIN_SECONDS = 5.0
-MOST_SECONDS = 3600.0
+MAX_SECONDS = 3600.0
 """Limit of one wait: the kernel counts milliseconds, and at most 25 days of them."""
 FIRST_SECONDS = 2.0
 """Time that an agent waits, before it shuts down, for the node's first rank, which needs the list
@@ -513,13 +513,13 @@ class Agent:
     def serve(
         self,
         listener: socket.socket,
-        let_go: Callable[[], None] = lambda: None,
+        when_unneeded: Callable[[], None] = lambda: None,
         starter: int | None = None,
     ) -> None:
         """Accept trainers until there is none to serve or to wait for any more.
 
         `starter` is a descriptor of the process that started this one; None: it has ended already.
-        `let_go` is called, possibly several times, once that process has ended or all trainers have
+        `when_unneeded` is called, possibly several times, once that process has ended or all trainers have
         left, even with work in progress: readers of their output must not wait for this process.
         """
         nobody_before, looked_again = time.monotonic() + FIRST_CLIENT_SECONDS, False
@@ -530,7 +530,7 @@ class Agent:
                 selector.register(starter, selectors.EVENT_READ)
             else:
                 nobody_before = self._orphaned(nobody_before)
-                let_go()
+                when_unneeded()
             while True:
                 left = self._patience(nobody_before)
                 with self._lock:
@@ -545,15 +545,15 @@ class Agent:
                     left = LOOK_AGAIN_SECONDS
                 looked_again = over
                 if alone and not nobody_before:
-                    let_go()
-                for key, _ in selector.select(None if left is None else min(left, MOST_SECONDS)):
+                    when_unneeded()
+                for key, _ in selector.select(None if left is None else min(left, MAX_SECONDS)):
                     if key.fileobj is listener:
                         if self._accept(listener):
                             nobody_before = 0
                     elif key.fileobj == starter:
                         selector.unregister(key.fileobj)
                         nobody_before = self._orphaned(nobody_before)
-                        let_go()
+                        when_unneeded()
                     else:
                         self._woken.recv(1)
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tierckpt._text import is_url
 from tierckpt.agent.address import _peer_uid
-from tierckpt.agent.connection_states import MOST_AGENTS
+from tierckpt.agent.connection_states import MAX_AGENTS
 from tierckpt.agent.protocol import AgentMessage, LevelStatus, NotStored, Stored, TaskStatus
 from tierckpt.core.levels import LOCAL, PERSISTENT, RANK
 from tierckpt.format.ids import VersionId
@@ -247,7 +247,7 @@ class FoundAgent:
 
 def find_agents(job: JobDirectory) -> list[FoundAgent]:
     """All agents of a job on this machine. Waits ANSWER_SECONDS for each that does not answer."""
-    places = (AgentFiles(job, index) for index in range(MOST_AGENTS))
+    places = (AgentFiles(job, index) for index in range(MAX_AGENTS))
     return [agent for agent in map(_look, places) if agent is not None]
 
 

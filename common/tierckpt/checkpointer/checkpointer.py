@@ -446,7 +446,7 @@ class Checkpointer(CheckpointerLifetime):
             return
         self._refuse_amid("save(now=True)", TierckptError)
         if why := self._save_now.no_moment():
-            later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
+            later = "" if self._agreement.diverged is None else f". {NOTHING_LATER}"
             self._reports.notice(f"save(now=True) stores nothing: {why}{later}", logging.ERROR)
         else:
             self._save_now.save()

@@ -817,7 +817,7 @@ class JobParts:
         if ballots.problem and group.rank == 0:
             self.reports.notice(ballots.problem, logging.INFO)
         self.resources = NodeResources(config, group, self.topology, slots, self.reports)
-        self._undo.callback(self.resources.let_go)
+        self._undo.callback(self.resources.release)
         self.pool = self.resources.pool
 
     def connect(self, groups: Groups) -> None:

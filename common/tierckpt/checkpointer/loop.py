@@ -112,7 +112,7 @@ class Rounds:
         self.has_lost = False
         """True after votes have broken a version; the reader sets it to False."""
 
-    def hear(self) -> Vote:
+    def read(self) -> Vote:
         """Read the result of the last round of votes, and the agent's messages."""
         self._levels.slot_handoff.take_stock()
         were_apart = self._agreement.apart
@@ -590,12 +590,12 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             self._levels.begin_afresh()
         id_ = VersionId(self._history.generation, position.version)
         # The votes about the last boundary.
-        agreed = self._rounds.hear()
+        agreed = self._rounds.read()
         if self._rounds.has_lost:
             self._rounds.has_lost = False
             self._active.capture.look_at_all()
-        if self._agreement.parted is not None:
-            self._part()
+        if self._agreement.diverged is not None:
+            self._report_divergence()
         self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(id_.generation):
@@ -605,7 +605,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             _milestones.reached(_milestones.HALTING)
         # The version of this boundary.
         take, vote = self._rounds.decide(id_.version, agreed, force), self.adapter.vote()
-        stopped = self._replicas.refusing or self._agreement.parted is not None
+        stopped = self._replicas.refusing or self._agreement.diverged is not None
         if stopped:
             self._pass_over(take, force)
             take = ()
@@ -635,18 +635,18 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         if (unattended or agreed.no_close == 0) and not force:
             self._end_here(unattended)
 
-    def _part(self) -> None:
+    def _report_divergence(self) -> None:
         """Report once that ranks make different numbers of optimizer steps."""
         self._halt.end_alone()
-        parted, together = self._agreement.parted, self._agreement.together
-        if parted is None or self._agreement.parted_is_reported:
+        diverged, together = self._agreement.diverged, self._agreement.together
+        if diverged is None or self._agreement.divergence_is_reported:
             return
-        self._agreement.parted_is_reported = True
-        self._pool.void(parted)
+        self._agreement.divergence_is_reported = True
+        self._pool.void(diverged)
         place = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
         at = f"rank {self.group.rank} is at v{self.version} {place}"
         number = together.version if together is not None else None
-        self._replicas.part(parted.version, number, at, self._agreement.missing)
+        self._replicas.diverge(diverged.version, number, at, self._agreement.missing)
 
     def _pass_over(self, take: tuple[Level, ...], force: bool) -> None:
         """Take no version, because replicas differ or ranks are at different iterations."""

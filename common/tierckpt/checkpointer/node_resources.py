@@ -176,7 +176,7 @@ class NodeResources:
             self.job.remove_orphans()
             self.job.remove_if_unused()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all before any version was stored: adopted slots stay, new ones do not."""
         self.pool.close(remove=False)
         self._release()

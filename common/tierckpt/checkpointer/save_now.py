@@ -72,18 +72,18 @@ class SaveNow:
         live, agreement = self._live, self._levels.agreement
         progress = (live.steps_made, agreement.turns)
         agreement.even_out()  # the copier may wait for a vote
-        parted, torn = agreement.parted is not None, live.state.torn
+        diverged, torn = agreement.diverged is not None, live.state.torn
         why, same_votes, level = no_moment(
-            self._group, *progress, parted, torn, live.iterations.stepping
+            self._group, *progress, diverged, torn, live.iterations.stepping
         )
         if not same_votes:
             agreement.void()
             self._wait(WAIT_SECONDS)
             agreement.settle()
-        if not level and agreement.parted is None:
+        if not level and agreement.diverged is None:
             # From here on, equal version numbers would mean different iterations.
-            agreement.parted = VersionId(0, live.position.version)
-            agreement.parted_is_reported = True
+            agreement.diverged = VersionId(0, live.position.version)
+            agreement.divergence_is_reported = True
         return why or live.adapter.inconsistent()
 
     def save(self, end: float = math.inf) -> None:
@@ -132,14 +132,14 @@ class SaveNow:
 
 
 def no_moment(
-    group: Group, steps_made: int, turns: int, parted: bool, torn: bool, stepping: Iterable[str]
+    group: Group, steps_made: int, turns: int, diverged: bool, torn: bool, stepping: Iterable[str]
 ) -> tuple[str, bool, bool]:
     """Check that the live state is one version: of the same step on all ranks. Collective.
 
     Returns the reason why it is not (empty if it is), whether all ranks have cast the same number
     of votes (`turns`), and whether all have made the same number of steps. Equal on all ranks.
 
-    `parted`: this rank found earlier that ranks make their steps in different iterations.
+    `diverged`: this rank found earlier that ranks make their steps in different iterations.
     `stepping`: names of optimizers with an interrupted step.
     """
     reason = ""
@@ -147,7 +147,7 @@ def no_moment(
         reason = "a restore was interrupted, so the live state is torn"
     elif names := ", ".join(sorted(stepping)):
         reason = f"the step of {names} was interrupted"
-    gathered = group.all_gather_object((steps_made, turns, parted, reason))
+    gathered = group.all_gather_object((steps_made, turns, diverged, reason))
     same_votes = len({turns for _, turns, _, _ in gathered}) == 1
     reasons = by_rank([reason for *_, reason in gathered])
     counts = [steps for steps, *_ in gathered]
@@ -156,7 +156,7 @@ def no_moment(
         reasons.append(
             f"rank {most} has made {counts[most]} steps, and rank {least} {counts[least]}"
         )
-    if not reasons and any(parted for _, _, parted, _ in gathered):
+    if not reasons and any(diverged for _, _, diverged, _ in gathered):
         reasons.append(
             "ranks made the same number of steps, but in different iterations (some rank skipped "
             "a step that others made)"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEPT = 2
 """A job that starts from scratch is compared with one that starts from its own version of this
 number or the next. Random streams without a seed (numpy's) therefore make no difference."""
-LEAST_BEFORE = 3
+MIN_BEFORE = 3
 """Steps before the kill: two until all ranks know that a version is complete, and one more."""
 
 JOURNAL_ENDS = "the journal ends at"

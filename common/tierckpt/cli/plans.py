@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tierckpt.simulation.scenario import Scenario
 
 
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 MEASURED = "the agent's cost to the training is known only for levels on `auto`"
 TIMED = {"sealed": "stall", "interval": "cost"}
 """Events, and the time that is read from each."""
@@ -89,7 +89,7 @@ def interval(args: argparse.Namespace, console: Console) -> None:
     levels = list(job.levels.values())
     free = optimum(levels, job.step_seconds)
     held = within_budget(levels, free, args.budget)
-    steps = whole_steps(held, job.step_seconds, MOST_STEPS)
+    steps = whole_steps(held, job.step_seconds, MAX_STEPS)
     chosen = [n * job.step_seconds for n in steps]
     console.print(interval_table(levels, free, steps, chosen))
     for line in conclusions(job, levels, steps, overhead(levels, chosen), args.budget):
@@ -291,7 +291,7 @@ def interval_table(
             time_text(1 / rate) if rate else "never",
             time_text(best),
             time_text(interval_seconds),
-            str(count) if count < MOST_STEPS else "-",
+            str(count) if count < MAX_STEPS else "-",
             *(f"{100 * share:.2f} %" for share in (part.checkpoints, part.lost)),
         )
     return shown
@@ -302,7 +302,7 @@ def conclusions(
 ) -> list[str]:
     """Sentences below the table."""
     settings = ", ".join(
-        f"{level.name}_every_steps={n if n < MOST_STEPS else 0}"
+        f"{level.name}_every_steps={n if n < MAX_STEPS else 0}"
         for level, n in zip(levels, steps, strict=True)
     )
     return [

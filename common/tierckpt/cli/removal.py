@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["delete", "rollback"]
 
 
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 NAME_BYTES = 8
 
 
@@ -149,7 +149,7 @@ def _result(path: str, there: Survey, wanted: int, complete: bool) -> Iterator[s
     if not complete:
         yield f"not all shards of v{wanted} are here: the start ends if other nodes lack the rest"
     if later := [v for v in _numbers_in(there) if v > wanted]:
-        names = some([f"v{v}" for v in later[-MOST_SHOWN:]])
+        names = some([f"v{v}" for v in later[-MAX_SHOWN:]])
         yield (
             f"{names}: no start takes {'them' if later[1:] else 'it'} then. Nothing is deleted "
             "now; retention does when newer versions of that run are complete. To keep one: "
@@ -290,7 +290,7 @@ def _refuse(path: str, rows: Sequence[Row], there: Survey) -> None:
     going = {row.version for row in rows}
     for row in rows:
         if staying := [version for version in row.needed_by if version not in going]:
-            names = some([f"v{version}" for version in staying], MOST_SHOWN)
+            names = some([f"v{version}" for version in staying], MAX_SHOWN)
             raise ConfigError(
                 f"{path}: {names} on {row.level} refers to v{row.version}, and could not be read "
                 f"without it. {NOTHING}; delete both"
@@ -353,7 +353,7 @@ def _folder(where: str) -> str:
 
 def _named(rows: Sequence[Row]) -> str:
     versions = [f"v{version}" for version in sorted({row.version for row in rows})]
-    return f"{counted(len(versions), 'version')}: {some(versions, MOST_SHOWN)}"
+    return f"{counted(len(versions), 'version')}: {some(versions, MAX_SHOWN)}"
 
 
 # --- removing ------------------------------------------------------------------------------------

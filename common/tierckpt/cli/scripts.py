@@ -65,13 +65,13 @@ def prove(args: argparse.Namespace, console: Console) -> int:
     command = tuple(args.command[1:] if args.command[:1] == ["--"] else args.command)
     if not command:
         raise ConfigError("give the command that starts the job: tierckpt prove -- torchrun ...")
-    from .kill_test import KEPT, LEAST_BEFORE, Plan, judge  # imports torch
+    from .kill_test import KEPT, MIN_BEFORE, Plan, judge  # imports torch
 
     folder = _folder(args.dir)
     keep = True
     try:
         begin = _seed(args.begin, folder)
-        least = LEAST_BEFORE if begin else KEPT + LEAST_BEFORE
+        least = MIN_BEFORE if begin else KEPT + MIN_BEFORE
         if args.steps < 1 or args.kill_after < least:
             raise ConfigError(
                 f"--steps must be 1 or more and --kill-after {least} or more; they are "

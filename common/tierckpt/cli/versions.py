@@ -156,7 +156,7 @@ def time_text(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 VERSION_TITLES = ("version", "level", "shards", "size", "taken", "iteration", "metric", "")
 VERSION_LEFT = ("level", "taken", "")
 
@@ -222,9 +222,9 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         hint = hints_of(paths, there)
         text = f"{where}: no checkpoints here"
         console.print(f"{text}; {hint}" if hint else text, soft_wrap=True)
-    for text in there.troubles[:MOST_SHOWN]:
+    for text in there.troubles[:MAX_SHOWN]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
-    if (more := len(there.troubles) - MOST_SHOWN) > 0:
+    if (more := len(there.troubles) - MAX_SHOWN) > 0:
         console.print(f"cannot be read: {more} more; --json shows all", soft_wrap=True)
     for text in outlook(there, [key for each in there.problems for key in each.keys]):
         console.print(text, soft_wrap=True)
@@ -244,7 +244,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
     for reason in dict.fromkeys(row.suspect for row in rows if row.suspect):
         numbers = dict.fromkeys(f"v{row.version}" for row in rows if row.suspect == reason)
-        text = f"suspect, as replicas differed when they were taken: {some(numbers, MOST_SHOWN)}"
+        text = f"suspect, as replicas differed when they were taken: {some(numbers, MAX_SHOWN)}"
         console.print(f"{text}: {reason}", soft_wrap=True, markup=False)
     if any(row.suspect for row in rows):
         text = (
@@ -289,7 +289,7 @@ def _of_journal(reach: JournalReach | None) -> Iterator[str]:
     if reach.missing:
         noun = "ranks" if reach.missing[1:] else "rank"
         yield (
-            f"a journal is here, without that of {noun} {some(reach.missing, MOST_SHOWN)}: give "
+            f"a journal is here, without that of {noun} {some(reach.missing, MAX_SHOWN)}: give "
             "the paths of all nodes to see how far it leads"
         )
     elif reach.records:
@@ -324,7 +324,7 @@ def _version_notes(row: Row) -> list[str]:
         notes.append("not complete")
     if row.missing and row.there:
         noun = "shards" if row.missing[1:] else "shard"
-        notes.append(f"{noun} {some(row.missing, MOST_SHOWN)} missing")
+        notes.append(f"{noun} {some(row.missing, MAX_SHOWN)} missing")
     if row.parities:
         notes.append(f"parity of {row.parities}")
     if row.suspect:
@@ -346,8 +346,8 @@ def _numbers(versions: Sequence[int]) -> str:
     return some([f"v{version}" for version in versions])
 
 
-MOST_PROBLEMS = 8
-LEAST_WIDTH = 24
+MAX_PROBLEMS = 8
+MIN_WIDTH = 24
 """Text is not wrapped to fewer columns than these, however deep the tree is."""
 TREE_LINES = ("├── ", "└── ", "│   ", "    ")
 PLAIN_TREE_LINES = ("|-- ", "`-- ", "|   ", "    ")
@@ -394,9 +394,9 @@ def _print_tree(job: JobNode, console: Console, every: bool) -> None:
         begins = f"; the next start begins from {job.origin}" if job.origin else ""
         begins = begins or (f"; {job.hint}" if job.hint else "")
         console.print(f"no run has left anything here{begins}", soft_wrap=True)
-    for text in job.troubles[:MOST_PROBLEMS]:
+    for text in job.troubles[:MAX_PROBLEMS]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
-    if (more := len(job.troubles) - MOST_PROBLEMS) > 0:
+    if (more := len(job.troubles) - MAX_PROBLEMS) > 0:
         console.print(f"cannot be read: {more} more; --json shows all", soft_wrap=True)
 
 
@@ -409,7 +409,7 @@ def _drawn(
     for branch in branches:
         is_last = branch is branches[-1]
         deeper = before + (blank if is_last else passing)
-        left = max(LEAST_WIDTH, width - len(deeper)) if width else 10**6
+        left = max(MIN_WIDTH, width - len(deeper)) if width else 10**6
         first, *more = textwrap.wrap(
             branch.text, left, break_long_words=False, break_on_hyphens=False
         )
@@ -480,7 +480,7 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
             without.append(name)
             console.print(f"  no v{args.version}", soft_wrap=True)
     if damaged:
-        raise CorruptShardError(f"{len(damaged)} of {len(jobs)} jobs: {some(damaged, MOST_SHOWN)}")
+        raise CorruptShardError(f"{len(damaged)} of {len(jobs)} jobs: {some(damaged, MAX_SHOWN)}")
     if len(without) == len(jobs):
         raise _nothing(args)
 
@@ -536,14 +536,14 @@ def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) 
     parts = [id_ for id_ in wanted if there.plan(id_.version, abandoned=True) is None]
     if parts:
         yield (
-            f"not complete here, and not damaged: {some(parts, MOST_SHOWN)}. Give the paths of all "
+            f"not complete here, and not damaged: {some(parts, MAX_SHOWN)}. Give the paths of all "
             "nodes and the persistent_path to see everything"
         )
 
 
 def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -> None:
     if there.troubles:
-        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_SHOWN])}")
+        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MAX_SHOWN])}")
     if not (every := list(tallies)):
         raise _nothing(args, there)
     copies = sum(tally.copies for tally in every)
@@ -560,7 +560,7 @@ def _nothing(args: argparse.Namespace, there: Survey | None = None) -> ConfigErr
     return ConfigError(f"{text}; {hint}" if hint else text)
 
 
-MOST_GAPS = 8
+MAX_GAPS = 8
 SHOWN = 20
 """Lines shown without `--all`."""
 DIFFERENCE_TITLES = ("what differs", "elements", "largest", "relative", "norm", "")

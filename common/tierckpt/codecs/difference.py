@@ -21,12 +21,12 @@ from .codec import BlockId, Codec
 
 SAMPLES, SAMPLE_BYTES = 4, 16 * 1024
 """Parts of a block on which the choice is tried."""
-MOST_ITEM_BYTES = 8
+MAX_ITEM_BYTES = 8
 
 
 def item_bytes_of(nbytes: int, item_bytes: int) -> int:
     """The size of the integers for a block of that length, from the size of its numbers."""
-    size = min(item_bytes, MOST_ITEM_BYTES)
+    size = min(item_bytes, MAX_ITEM_BYTES)
     return size if nbytes % size == 0 else 1
 
 

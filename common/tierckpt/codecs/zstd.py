@@ -23,7 +23,7 @@ from .codec import BlockId, CodecError
 
 AS_IT_IS = 0
 """First byte of an uncompressed block; else the first byte is the size of the numbers."""
-MOST_BLOCK_BYTES = 1 << 31
+MAX_BLOCK_BYTES = 1 << 31
 """Limit of a decompressed block: a damaged length must not allocate more than that."""
 
 
@@ -73,7 +73,7 @@ class Zstd:
             coder = self._mine.decompressor = self._zstd.ZstdDecompressor()
         try:
             expected = self._zstd.frame_content_size(view[1:])
-            if not 0 <= expected <= MOST_BLOCK_BYTES:
+            if not 0 <= expected <= MAX_BLOCK_BYTES:
                 raise CorruptShardError(f"block {where.index} claims to have {expected} bytes")
             plain = coder.decompress(view[1:])
         except self._zstd.ZstdError as error:

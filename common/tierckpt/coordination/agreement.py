@@ -107,11 +107,11 @@ class Agreement:
         now = time.monotonic()
         self._since = {level: now - ages_seconds.get(level, 0.0) for level in INTERVALS}
         """Time when each level last took a version (monotonic)."""
-        self.parted: VersionId | None = None
+        self.diverged: VersionId | None = None
         """The version at which this rank found that others are at another iteration. From then on
         it neither votes nor reads, and takes no version, until a restore."""
-        self.parted_is_reported = False
-        """The present value of `parted` needs no report; set by the reader."""
+        self.divergence_is_reported = False
+        """The present value of `diverged` needs no report; set by the reader."""
         self.together: VersionId | None = None
         """The newest version at whose boundary all ranks were in the same iteration."""
         self.apart = False
@@ -196,7 +196,7 @@ class Agreement:
             unchanged=unchanged,
         )
         self._asked = False
-        if self.parted is not None:
+        if self.diverged is not None:
             return
         self._cast(vote, newest, about, own)
 
@@ -247,7 +247,7 @@ class Agreement:
         broken: list[VersionId] = []
         apart, together = self.apart, self.together  # these votes do not name an iteration
         for _ in range(max(len(self.ledgers[level].open) for level in AWAITED)):
-            if self.parted is not None:
+            if self.diverged is not None:
                 break
             opened = {level: self.ledgers[level].open for level in AWAITED}
             about = {level: ids[0] for level, ids in opened.items() if ids}
@@ -296,7 +296,7 @@ class Agreement:
     def read(self) -> tuple[Vote, VersionId | None]:
         """Return the agreement since the last boundary, and the memory version it broke, if any.
 
-        Waits at most `patience_seconds`; then this rank is `parted`.
+        Waits at most `patience_seconds`; then this rank is `diverged`.
         """
         self.rows = []
         ballot = self._ballot
@@ -370,7 +370,7 @@ class Agreement:
         """Stop voting, because another rank is at another iteration. `newest` breaks: no rank was
         told that it is complete here, and shards of different iterations must not meet under its
         number. Older open versions may be complete on all ranks, and stay open."""
-        self._ballot, self.parted, self.parted_is_reported = None, newest, False
+        self._ballot, self.diverged, self.divergence_is_reported = None, newest, False
         self.break_open(newest)
 
     def break_open(self, id_: VersionId) -> None:

@@ -110,9 +110,9 @@ def _put_together(offers: Sequence[Offer], parts: Sequence[bytes]) -> list[Inven
 NAME_LETTERS = 16
 RUN_ID_LETTERS = 8
 """Letters of the run's name that distinguish runs in messages."""
-MOST_VERSIONS = 4
+MAX_VERSIONS = 4
 """Number of versions named in a message."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Number of shards or places named in a message."""
 
 
@@ -423,13 +423,13 @@ class JobHistory:
             shards = there.setdefault((f.key.id, f.key.shards, f.facts.run_id), {})
             place = f.place.where if f.place.host == EVERYWHERE else f.place.host
             shards.setdefault(f.key.shard, set()).add(place)
-        newest = sorted(there.items(), reverse=True)[:MOST_VERSIONS]
+        newest = sorted(there.items(), reverse=True)[:MAX_VERSIONS]
         runs = Counter(id_.version for id_, _, _ in dict(newest))
         texts = []
         for (id_, count, run_id), here in newest:
             gone = [s for s in range(count) if s not in here]
             noun = "shards" if gone[1:] else "shard"
-            missing = f", {noun} {some(gone, MOST_NAMED)} missing" if gone else ""
+            missing = f", {noun} {some(gone, MAX_NAMED)} missing" if gone else ""
             of_run = _of_run(run_id, here.values()) if runs[id_.version] > 1 else ""
             texts.append(f"{len(here)} of {count} shards of {id_}{of_run}{missing}")
         if max(runs.values(), default=0) > 1:
@@ -461,9 +461,7 @@ class JobHistory:
 
 
 def _of_run(run_id: str, places: Iterable[set[str]]) -> str:
-    return (
-        f" of run {run_id[:RUN_ID_LETTERS]} (on {some(sorted(set().union(*places)), MOST_NAMED)})"
-    )
+    return f" of run {run_id[:RUN_ID_LETTERS]} (on {some(sorted(set().union(*places)), MAX_NAMED)})"
 
 
 def _is_seal(problem: Problem) -> bool:

@@ -257,9 +257,9 @@ ROSTER_SECONDS = 5.0
 """Time that this node's agent may take to answer `Hello` with the nodes it knows."""
 CALLS = 16
 """Number of nodes that a rank asks at once."""
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Number of silent nodes that are named, with the reason."""
-MOST_LISTS = 16
+MAX_LISTS = 16
 """Number of different lists of known nodes that are read."""
 
 UNKNOWN: Mark = (0, "")
@@ -304,7 +304,7 @@ class FormerNodes:
         if {*marks} == {UNKNOWN}:
             return [[] for _ in marks]
         newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
-        senders = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
+        senders = [marks.index(mark) for mark in newest_first[:MAX_LISTS]]
         lists = group.all_gather_object(known_nodes if group.rank in senders else None)
         known = dict.fromkeys(each for sender in senders for each in lists[sender].agents)
         gathered = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
@@ -325,9 +325,9 @@ class FormerNodes:
             f"as lost: {'; '.join(dict.fromkeys(reasons))}"
             for node, reasons in sorted(nodes.items())
         ]
-        more = sorted(nodes)[MOST_NAMED:]
+        more = sorted(nodes)[MAX_NAMED:]
         rest = [f"{len(more)} more nodes did not answer either: {some(more)}"] if more else []
-        return lines[:MOST_NAMED] + rest
+        return lines[:MAX_NAMED] + rest
 
     def open(self, place: Location) -> RemoteNode | None:
         """Return an agent that answered, to read from that place. The caller closes it. Any

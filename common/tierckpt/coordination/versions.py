@@ -76,7 +76,7 @@ class Reports:
         self._version = version
         self._later: deque[tuple[str, dict[str, Any]]] = deque()
         self._repeats = _Repeats()
-        self._lost: deque[int] = deque(maxlen=MOST_UNDER_WAY)
+        self._lost: deque[int] = deque(maxlen=MAX_UNDER_WAY)
         """Versions that were reported as lost in memory."""
         self._persistent: VersionId | None = None
         """The newest version that this node's agent saw complete on the persistent level."""
@@ -334,7 +334,7 @@ def _end_in_words(end: JobEnd, config: Config) -> str:
     return f"{text}. {kept if there else 'It is stored nowhere'}"
 
 
-MOST_UNDER_WAY = 8
+MAX_UNDER_WAY = 8
 """Limit of versions between the failure on a rank and the result of the vote."""
 DIGITS = re.compile(r"\d+")
 """Numbers differ between failures of one cause: a version, a temporary file, a process."""

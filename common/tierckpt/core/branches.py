@@ -140,7 +140,7 @@ class Child:
 
 
 ROLLBACK_SETTING = "rollback_to"
-MOST_HONOURED = 64
+MAX_HONOURED = 64
 """Limit of the names of requests in a record."""
 
 
@@ -185,7 +185,7 @@ def merged_rollbacks(records: Iterable[Rollback]) -> Rollback | None:
     if not ordered:
         return None
     names = dict.fromkeys(name for each in ordered for name in each.honoured)
-    return Rollback(*ordered[-1].entry, tuple(names)[-MOST_HONOURED:])
+    return Rollback(*ordered[-1].entry, tuple(names)[-MAX_HONOURED:])
 
 
 def pending_request(

@@ -485,16 +485,16 @@ def _crossed(last: int, version: int, every: int) -> bool:
     return every > 0 and version // every > last // every
 
 
-QUIET_SECONDS, SLOWEST_BYTES_PER_SECOND, MOST_QUIET_SECONDS = 600.0, 10e6, 1500.0
+QUIET_SECONDS, SLOWEST_BYTES_PER_SECOND, MAX_QUIET_SECONDS = 600.0, 10e6, 1500.0
 """A disk or store has failed when it is quiet for QUIET_SECONDS plus the time that the node's
 shards take at SLOWEST_BYTES_PER_SECOND (a file system may report nothing before it has written
-all). The limit is MOST_QUIET_SECONDS: other ranks wait in a collective, and gloo ends that after
+all). The limit is MAX_QUIET_SECONDS: other ranks wait in a collective, and gloo ends that after
 30 minutes."""
 
 
 def most_quiet_seconds(nbytes: int) -> float:
     """Return how long a level may be quiet while it takes `nbytes` of a node."""
-    return min(QUIET_SECONDS + nbytes / SLOWEST_BYTES_PER_SECOND, MOST_QUIET_SECONDS)
+    return min(QUIET_SECONDS + nbytes / SLOWEST_BYTES_PER_SECOND, MAX_QUIET_SECONDS)
 
 
 class StallTimeout:

@@ -312,13 +312,13 @@ WINDOW_COMMITS, FRESH_COMMITS = 64, 4
 """The same numbers for versions to the local level."""
 LATEST = 8
 """Number of newest commits and flushes that determine how many steps one lasts."""
-ENOUGH_STEPS = 4
+MIN_STEPS = 4
 """Number of steps of one kind that must be seen before its figure counts."""
 LOOK_STEPS = 16
 """Intervals change only at multiples of this."""
 PROBE_STEPS = 16
 """Where a version is due at every step, one of this many is left out, to time a step without it."""
-MOST_STEPS = 1_000_000
+MAX_STEPS = 1_000_000
 RARE = 1e-9
 """Failures per second where the rate is not known and only the shares count: so few that the rate
 itself has no effect."""
@@ -455,7 +455,7 @@ class StepTimer:
 
     @staticmethod
     def _known(values: RollingStats) -> bool:
-        return len(values) >= ENOUGH_STEPS
+        return len(values) >= MIN_STEPS
 
     def figures(self) -> CostEstimate:
         """Return the costs that are known so far."""
@@ -558,7 +558,7 @@ class Tuner:
         ]
         ideal = self._ideal_steps(levels, step_seconds)
         steady = [self._near(level, steps) for level, steps in zip(known, ideal, strict=True)]
-        wanted = whole_steps(steady, 1.0, MOST_STEPS)
+        wanted = whole_steps(steady, 1.0, MAX_STEPS)
         before_steps = [self.every_steps[level] for level in known]
         changes = tuple(
             Change(level, steps, was, agreed.of(level).us / 1e6, step_seconds)

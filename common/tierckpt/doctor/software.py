@@ -409,7 +409,7 @@ FAULTS = "TIERCKPT_FAULTS"
 TO_INSTALL = "; run: "
 """Comes before the command in errors about a package that is not installed."""
 PLACES = ("CONFIG", "PATH", "SHM_DIR", "PERSISTENT_PATH", "PERSISTENT_STORAGE_OPTIONS", "NODE")
-MOST_AGENTS = 8
+MAX_AGENTS = 8
 """Limit of places of agents that are looked at in a job's folder."""
 
 
@@ -555,7 +555,7 @@ def agents(subject: Subject) -> Iterator[Finding]:
 
 def _agents_of(job: JobDirectory) -> Iterator[int]:
     """Process ids of a job's running agents."""
-    for index in range(MOST_AGENTS):
+    for index in range(MAX_AGENTS):
         with contextlib.suppress(OSError):
             if pid := file_lock.holder(AgentFiles(job, index).lock):
                 yield pid

@@ -63,7 +63,7 @@ from tierckpt.format.ids import PAGE_BYTES, round_up
 
 POLYNOMIAL = 0x11D
 
-MOST_SYMBOLS = 256
+MAX_SYMBOLS = 256
 """Limit of k + m: the code needs one distinct element of the field for each symbol."""
 
 Matrix = tuple[tuple[int, ...], ...]
@@ -101,7 +101,7 @@ def coefficient(parity: int, datum: int) -> int:
     """Factor of datum number `datum` in parity number `parity`; never 0.
 
     1 / (x + y) with x = 255 - parity and y = datum is a Cauchy matrix as long as no x equals a y,
-    so for up to MOST_SYMBOLS symbols. The factor (x + y_0) (x_0 + y) / (x_0 + y_0) scales rows and
+    so for up to MAX_SYMBOLS symbols. The factor (x + y_0) (x_0 + y) / (x_0 + y_0) scales rows and
     columns so that the first ones are all ones.
     """
     scale = multiply(multiply(255 ^ parity, 255 ^ datum), inverse(255))
@@ -182,10 +182,10 @@ class Code:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if not (self.k >= 1 and self.m >= 1 and self.k + self.m <= min(self.n, MOST_SYMBOLS)):
+        if not (self.k >= 1 and self.m >= 1 and self.k + self.m <= min(self.n, MAX_SYMBOLS)):
             raise ValueError(
                 f"k={self.k}, m={self.m}, n={self.n}: k and m must be 1 or more, and k + m at most "
-                f"n, and at most {MOST_SYMBOLS}, the number of elements of the field"
+                f"n, and at most {MAX_SYMBOLS}, the number of elements of the field"
             )
 
     def row(self, row: int) -> tuple[Segment, ...]:

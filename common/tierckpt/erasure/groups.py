@@ -16,12 +16,12 @@ from tierckpt._process import host_name
 from tierckpt._text import some
 from tierckpt.errors import ConfigError
 
-from .codes import MOST_SYMBOLS, Code
+from .codes import MAX_SYMBOLS, Code
 
 GROUP_SIZE = 8
 """Members of a group unless configured: XOR then costs 1/7 of a shard."""
 
-MOST_MEMBERS = 128
+MAX_MEMBERS = 128
 """Largest group size for partner and xor; left-over ranks may make a group half as large again."""
 
 FORMS = "none, partner, partner <copies>, xor, rs <k>+<m>"
@@ -60,10 +60,10 @@ class Scheme:
             scheme = Scheme("rs", int(match[1]), int(match[2]))
         else:
             raise ConfigError(f"the redundancy {text!r} is unknown; valid: {FORMS}")
-        if scheme.least > MOST_SYMBOLS:
+        if scheme.least > MAX_SYMBOLS:
             raise ConfigError(
                 f"the redundancy {text!r} has {scheme.least} segments a row; at most "
-                f"{MOST_SYMBOLS} are possible, so use smaller numbers"
+                f"{MAX_SYMBOLS} are possible, so use smaller numbers"
             )
         return scheme
 
@@ -114,9 +114,9 @@ def plan_groups(
     """
     if scheme.name == "none" or not domains:
         return ()
-    if not scheme.least <= group_size <= MOST_MEMBERS and scheme.name != "rs":
+    if not scheme.least <= group_size <= MAX_MEMBERS and scheme.name != "rs":
         raise ConfigError(
-            f"the group size is {group_size}; {scheme} takes {scheme.least} to {MOST_MEMBERS}; "
+            f"the group size is {group_size}; {scheme} takes {scheme.least} to {MAX_MEMBERS}; "
             "set one in this range"
         )
     wanted = scheme.least if scheme.name == "rs" else group_size

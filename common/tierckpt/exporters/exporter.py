@@ -230,7 +230,7 @@ def _stored(event: Event, store_seconds: float) -> Iterator[Sample]:
 logger = logging.getLogger("tierckpt")
 
 Ranks = Literal["first", "node", "all"]
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 """Events that wait at most, while a library waits for its server."""
 END_SECONDS = 5.0
 """Longest wait for an exporter when a job ends."""
@@ -297,7 +297,7 @@ class Exporter(Callbacks, abc.ABC):
         """Leave the event to the thread."""
         if self.job is None:
             return
-        if len(self._queue) >= MOST_EVENTS:
+        if len(self._queue) >= MAX_EVENTS:
             self._dropped += 1
         else:
             self._queue.append(event)

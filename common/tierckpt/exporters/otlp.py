@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 TIMEOUT_SECONDS = 5.0
 """Limit of one export with all its repetitions."""
-MOST_SPANS = 10_000
+MAX_SPANS = 10_000
 """Spans that wait at most for a collector that does not answer."""
 LOGGERS = (OTLPMetricExporter.__module__, OTLPSpanExporter.__module__)
 
@@ -48,7 +48,7 @@ class OtlpProviders:
 
     def send(self) -> None:
         """Send everything. Raises ConnectionError if the collector did not take it; nothing but
-        spans beyond MOST_SPANS is lost then."""
+        spans beyond MAX_SPANS is lost then."""
         with _quiet() as said:
             data = self._reader.get_metrics_data()
             if data is not None:
@@ -61,7 +61,7 @@ class OtlpProviders:
             if self._span_exporter.export(spans) is SpanExportResult.SUCCESS:
                 self._spans.clear()
                 return
-            if len(spans) > MOST_SPANS:
+            if len(spans) > MAX_SPANS:
                 self._spans.clear()
             raise ConnectionError("; ".join(said[-1:]))
 

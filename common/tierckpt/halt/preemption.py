@@ -66,7 +66,7 @@ class Watcher:
 
 ANSWER_SECONDS = 2.0
 """Limit of one answer; the service is on the machine."""
-MOST_BYTES = 1 << 18
+MAX_BYTES = 1 << 18
 """Limit of an answer's length."""
 FAILURES = 3
 """Failures in a row after which the service is reported as away: one may be a throttled request."""
@@ -118,10 +118,10 @@ class Metadata:
 
 
 def _body(answer: http.client.HTTPResponse) -> bytes:
-    """The answer's body, up to MOST_BYTES. Raises TimeoutError if it never ends: the socket's limit
+    """The answer's body, up to MAX_BYTES. Raises TimeoutError if it never ends: the socket's limit
     counts anew for each part."""
     deadline, read = time.monotonic() + ANSWER_SECONDS, b""
-    while len(read) < MOST_BYTES and (part := answer.read1(MOST_BYTES - len(read))):
+    while len(read) < MAX_BYTES and (part := answer.read1(MAX_BYTES - len(read))):
         read += part
         if time.monotonic() > deadline:
             raise TimeoutError("the answer does not end")

@@ -64,9 +64,9 @@ __all__ = [
 ]
 
 
-MOST_OBJECTS = 20_000
+MAX_OBJECTS = 20_000
 """Limit of objects searched, the nearest first: a loader refers to its dataset."""
-MOST_MEMBERS = 1_000
+MAX_MEMBERS = 1_000
 """A longer container is taken as data."""
 CHECKPOINTER = "tierckpt.checkpointer.checkpointer.Checkpointer"
 _ENDS = (
@@ -83,7 +83,7 @@ def reached(given: Iterable[Any], wanted: Iterable[Any]) -> set[int]:
     queue = deque(value for each in first for value in _stored_by(each))
     seen = {id(each): each for each in (*first, *queue)}
     """Keeps the objects alive: a new object could get the `id()` of a deleted one."""
-    while queue and len(seen) < MOST_OBJECTS and not looked_for <= seen.keys():
+    while queue and len(seen) < MAX_OBJECTS and not looked_for <= seen.keys():
         for each in _next(queue.popleft()):
             if id(each) not in seen:
                 seen[id(each)] = each
@@ -158,7 +158,7 @@ def _next(each: Any) -> Iterator[Any]:
     if issubclass(kind, _ENDS) or _is_checkpointer(kind):
         return
     if issubclass(kind, (list, tuple, set, frozenset, deque, dict)):
-        if len(each) <= MOST_MEMBERS:
+        if len(each) <= MAX_MEMBERS:
             yield from each.values() if issubclass(kind, dict) else each
     elif issubclass(kind, types.FunctionType):
         yield from _of_function(each)
@@ -387,14 +387,14 @@ def _shapes(value: Any) -> list[torch.Size]:
 
 def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
     """The loader in the middle of a pass, the furthest one, if there is any."""
-    amid = [
+    under_way = [
         each
         for each in loaders
         if (begun := getattr(each, "_iterator", None)) is not None
         and not getattr(begun, "_finished", True)
     ]
-    if amid:
-        yield max(amid, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
+    if under_way:
+        yield max(under_way, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
 
 
 def draws_seeds_again(loader: Any) -> bool:
@@ -405,12 +405,12 @@ def draws_seeds_again(loader: Any) -> bool:
     return generator is None or (shuffles_with_it and not loader.num_workers)
 
 
-MOST_FRAMES = 24
+MAX_FRAMES = 24
 """Limit of frames between a scaler and the optimizer's step that it calls: wrappers and hooks."""
 MARKS = ("_wrapped_by_lr_sched", "_with_counter")
 """torch's schedulers set one of them on the `step` of their optimizer; the second in older
 versions."""
-MOST_LOOKS = 8
+MAX_LOOKS = 8
 """Limit of searches: some optimizers may keep changing the keys of their groups."""
 COMPARED = 3
 """Boundaries at which copies of the model are compared."""
@@ -464,7 +464,7 @@ class Unsaved:
         if self._looks:
             return
         frame = sys._getframe(1)
-        for _ in range(MOST_FRAMES):
+        for _ in range(MAX_FRAMES):
             if frame.f_code.co_name == "step":
                 scaler: Any = frame.f_locals.get("self")
                 if issubclass(type(scaler), torch.amp.GradScaler) and scaler.is_enabled():
@@ -484,12 +484,12 @@ class Unsaved:
             elif self._copies:
                 self._compare_copies()
         except Exception as error:  # the search reads other libraries' objects
-            self._looks = MOST_LOOKS
+            self._looks = MAX_LOOKS
             text = f"the search for unsaved objects failed: {in_words(error)}"
             self._say(text, logging.INFO)
 
     def _is_due(self, speaks: bool) -> bool:
-        if self._looks >= MOST_LOOKS or (self._looks and not speaks):
+        if self._looks >= MAX_LOOKS or (self._looks and not speaks):
             return False
         self._boundaries += 1
         if self._looks and self._boundaries > OFTEN and self._boundaries % SELDOM:
@@ -504,7 +504,7 @@ class Unsaved:
         found = look()
         if by_hand := self._by_hand(found.trainers):
             self._warn(by_hand)
-            self._looks = MOST_LOOKS
+            self._looks = MAX_LOOKS
             return
         missing = self._missing(found)
         if self._looks == 1 and EXTRA in self._line:

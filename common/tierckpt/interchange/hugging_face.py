@@ -178,7 +178,7 @@ def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
             ) from error
 
 
-MOST_BYTES = 5_000_000_000
+MAX_BYTES = 5_000_000_000
 """Limit of a file in a folder, as in Hugging Face's libraries."""
 
 
@@ -191,7 +191,7 @@ def write_folder(
     """Write `model.safetensors`, or several files and their index if it would be larger than the
     limit. A tensor is never divided."""
     folder.mkdir(exist_ok=True)
-    shards = list(_shards(tensors, max_shard_bytes or MOST_BYTES))
+    shards = list(_shards(tensors, max_shard_bytes or MAX_BYTES))
     if len(shards) == 1:
         write_file(tensors, metadata, folder / WEIGHTS)
         return

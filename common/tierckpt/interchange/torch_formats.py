@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 
-MOST_BYTES = 1 << 10
+MAX_BYTES = 1 << 10
 """Limit of one number or text."""
 
 
@@ -96,7 +96,7 @@ def scalar(dtype: Any, data: Any = None) -> Any:
     """Stands for numpy's function of that name: makes a number from its bytes."""
     try:
         kind = dtype.made()
-        if kind is None or not isinstance(data, bytes) or len(data) > MOST_BYTES:
+        if kind is None or not isinstance(data, bytes) or len(data) > MAX_BYTES:
             return UnreadScalar()
         return np.frombuffer(data, kind)[0]
     except (AttributeError, TypeError, ValueError, IndexError):
@@ -111,7 +111,7 @@ BY_NAME: dict[str, Any] = {
 """By the names in files; the last is that of numpy 2."""
 
 
-MOST_CLASSES = 100
+MAX_CLASSES = 100
 """Limit of classes in a file whose errors name them one at a time."""
 _NAMED = re.compile(r"Unsupported global: GLOBAL (\S+)")
 _BLOCKED = re.compile(r"GLOBAL (\S+) whose module")
@@ -151,7 +151,7 @@ def load(path: Path) -> Any:
 def without_code(source: Path | io.BytesIO) -> Any:
     """The content, as `load` has it. Raises torch's errors; see `reason_of`."""
     names = [name for name in _unread_classes(source) if name not in BY_NAME]
-    for _ in range(MOST_CLASSES):
+    for _ in range(MAX_CLASSES):
         try:
             return _loaded(source, names)
         except pickle.UnpicklingError as error:

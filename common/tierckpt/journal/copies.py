@@ -41,10 +41,10 @@ from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import digest
 from tierckpt.journal.segments import SegmentName
 from tierckpt.journal.steps import GradientImages, Image, Tree
-from tierckpt.journal.writer import MOST_WAITING, Draft, FrameBytes, JournalWriter, last_frame
+from tierckpt.journal.writer import MAX_WAITING, Draft, FrameBytes, JournalWriter, last_frame
 from tierckpt.peer.wire import (
     HELLO_SECONDS,
-    MOST_TEXT,
+    MAX_TEXT,
     Address,
     Link,
     admit,
@@ -64,7 +64,7 @@ __all__ = [
 
 
 LOOK_SECONDS = 0.2
-MOST_UNVERIFIED = 32
+MAX_UNVERIFIED = 32
 """Limit of callers that have not proved yet that they know the secret; more are turned away."""
 
 
@@ -127,7 +127,7 @@ class WardListener:
             link = Link(sock, f"rank {self._ward}", HELLO_SECONDS)
             thread = threading.Thread(target=self._meet, args=(link,), daemon=True)
             with self._changed:
-                admitted = len(self._callers) < MOST_UNVERIFIED
+                admitted = len(self._callers) < MAX_UNVERIFIED
                 if admitted:
                     self._callers[thread] = link
             try:
@@ -210,7 +210,7 @@ class SmallStateSender:
         with self._lock:
             if draft.segment == self._full:
                 return
-            if self._waiting > MOST_WAITING:
+            if self._waiting > MAX_WAITING:
                 self._full = draft.segment
                 self.stop(keeper, draft.segment, FULL)
                 return
@@ -248,7 +248,7 @@ class SmallStateSender:
     def _deliver(self, keeper: Keeper, segment: SegmentName, what: Draft | str) -> None:
         if isinstance(what, str):
             if self._link is not None and segment == self._begun:
-                head = {"op": "stopped", "why": what[:MOST_TEXT], "writer": segment.writer}
+                head = {"op": "stopped", "why": what[:MAX_TEXT], "writer": segment.writer}
                 self._link.send({**head, "base": segment.base.id})
             return
         if segment != self._begun and not (self._link is not None and self._link.idle()):

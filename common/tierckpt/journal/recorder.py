@@ -63,16 +63,16 @@ BEHIND = (
     "{folder} does not keep up with {size} a step and rank. Use a faster disk, leave out "
     'local_journal_steps, or set when_busy="wait", and the training waits for the disk'
 )
-MOST_STEPS = 64
+MAX_STEPS = 64
 """Limit of optimizer steps in one iteration, whose gradients are all in memory."""
-MOST_BYTES, MOST_COPIES = 2 * 1024**3, 4
+MAX_BYTES, MAX_COPIES = 2 * 1024**3, 4
 """The larger one limits their memory: so many bytes, or the rank's stripe of all parameters so many
 times."""
 ENDLESS = (
     "{steps} optimizer steps were made without a boundary between them, and their gradients take "
     "{size} of memory. Call step() of the checkpointer more often, or leave out local_journal_steps"
 )
-MOST_INTERVALS = 3
+MAX_INTERVALS = 3
 """Limit of the steps since the newest complete or protected version, in `local_journal_steps`."""
 STUCK = "no version became complete on all local disks since v{safe}"
 UNSOUND = "this boundary is no version"
@@ -276,8 +276,8 @@ class JournalRecorder(Journal):
         """Raise UnjournaledError if the disk does not keep up, or no boundary comes. Returns
         whether the training waits for a disk."""
         held_bytes = sum(image.data.nbytes for image in self._steps)
-        many = held_bytes > MOST_BYTES and held_bytes > MOST_COPIES * self._stripe_bytes()
-        if many or len(self._steps) >= MOST_STEPS:
+        many = held_bytes > MAX_BYTES and held_bytes > MAX_COPIES * self._stripe_bytes()
+        if many or len(self._steps) >= MAX_STEPS:
             words = {"steps": len(self._steps), "size": size_text(held_bytes)}
             raise UnjournaledError(ENDLESS.format(**words))
         may_wait = self._config.when_busy == "wait"
@@ -296,7 +296,7 @@ class JournalRecorder(Journal):
 
     @property
     def _most_steps(self) -> int:
-        return MOST_INTERVALS * self._config.local.journal_steps
+        return MAX_INTERVALS * self._config.local.journal_steps
 
     def _stripe_bytes(self) -> int:
         """This rank's part of the parameters."""

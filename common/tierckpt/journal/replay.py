@@ -50,7 +50,7 @@ from .segments import (
     unused_journal,
 )
 from .steps import GRADIENT, DigestPlan, StepClass
-from .writer import MOST_WAITING
+from .writer import MAX_WAITING
 
 __all__ = ["JournalSearch", "Replay"]
 
@@ -198,7 +198,7 @@ class JournalSearch:
                 lengths[shard] = len(alone)
         least, last = min(lengths), self.keys[-1].id if self.keys else self._base
         if (more := max(lengths) - least) > 0:
-            usual = more <= MOST_WAITING + 1  # the ranks were killed while they wrote
+            usual = more <= MAX_WAITING + 1  # the ranks were killed while they wrote
             text = SHORTER.format(rank=lengths.index(least), last=last.version, more=more)
             self._reports.notice(text, logging.INFO if usual else logging.WARNING)
 

@@ -26,7 +26,7 @@ from .journal import CLOSE_SECONDS
 from .segments import BOUNDARY, STEP, FrameHead, SegmentName, names_in, outdated, remove_all
 from .steps import Image
 
-MOST_WAITING = 3
+MAX_WAITING = 3
 """Records whose memory may wait for the disk. One more, and the disk does not keep up."""
 
 
@@ -92,7 +92,7 @@ class JournalWriter:
         self._folder, self._on_failed = folder, on_failed
         self._last_frame, self._reuses_small = last_frame, reuses_small
         self._queue: queue.SimpleQueue[Draft | Callable[[], None] | None] = queue.SimpleQueue()
-        self._free: deque[torch.Tensor] = deque(maxlen=2 * MOST_WAITING + 2)
+        self._free: deque[torch.Tensor] = deque(maxlen=2 * MAX_WAITING + 2)
         self._waiting = 0
         self._changed = threading.Condition()
         self._file: tuple[SegmentName, DirectFile] | None = None
@@ -116,9 +116,9 @@ class JournalWriter:
     def keeps_up(self, wait: bool) -> bool:
         """True if another record may be submitted; with `wait`, when that is so."""
         with self._changed:
-            while wait and self._waiting >= MOST_WAITING:
+            while wait and self._waiting >= MAX_WAITING:
                 self._changed.wait()
-            return self._waiting < MOST_WAITING
+            return self._waiting < MAX_WAITING
 
     def submit(self, draft: Draft) -> None:
         """Write a record, after those before it. Its images belong to the thread from now on."""
@@ -236,4 +236,4 @@ class JournalWriter:
             self._file = None
 
 
-__all__ = ["MOST_WAITING", "Draft", "FrameBytes", "JournalWriter", "last_frame"]
+__all__ = ["MAX_WAITING", "Draft", "FrameBytes", "JournalWriter", "last_frame"]

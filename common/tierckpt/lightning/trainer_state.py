@@ -335,11 +335,11 @@ OTHER_LOADER = (
     "give the loader a DistributedSampler of your own)"
 )
 OTHER_BATCH = (
-    "the checkpoint was taken amid an epoch with batch_size={want}, and the training loader has "
+    "the checkpoint was taken within an epoch with batch_size={want}, and the training loader has "
     "batch_size={has}: the samples to skip would not be those trained on. Set batch_size={want}"
 )
 OTHER_ORDER = (
-    "the checkpoint was taken amid an epoch, and the sampler makes its order of samples for a "
+    "the checkpoint was taken within an epoch, and the sampler makes its order of samples for a "
     "batch size, which was {want} and is {has} now: the samples to skip would not be those trained "
     "on. Give the sampler its former batch_size, or start the former number of ranks"
 )

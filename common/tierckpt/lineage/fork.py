@@ -493,7 +493,7 @@ class Forks:
                 origin = record or self._origin(wanted, id_, look, order.selection, barrier)
                 origin = replace(origin, held=True)
                 if record is None:
-                    undo.callback(self.marks.let_go, origin)
+                    undo.callback(self.marks.end_hold, origin)
                 trouble = self.marks.hold(origin, look, barrier)
                 found = self._reader.read(wanted, look, id_, bar, barrier)
             forked = self._load(found, wanted, order, load_adapter)

@@ -248,7 +248,7 @@ def stale_holds(there: Survey) -> list[Child]:
 
 
 COMMIT_LETTERS = HASH_LETTERS = 10
-MOST_STARTS = 2
+MAX_STARTS = 2
 """More starts of one kind that left nothing are one line."""
 UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 
@@ -285,7 +285,7 @@ class _JobLines:
         found: list[Branch] = []
         for _, group in groupby(runs, key=self._kind):
             same = [*group]
-            if _is_bare(same[0]) and len(same) > MOST_STARTS and not self._every:
+            if _is_bare(same[0]) and len(same) > MAX_STARTS and not self._every:
                 news = self._news(same[-1].record)
                 found.append(Branch(", ".join([_starts_text(same), *news])))
                 continue

@@ -477,7 +477,7 @@ class OwnMarks:
         far = self._config.persistent.path if self._config.uses(PERSISTENT) else ""
         return found + ([directory_of(far)] if far and not is_url(far) else [])
 
-    def let_go(self, origin: Origin) -> None:
+    def end_hold(self, origin: Origin) -> None:
         """Remove the marks of a fork that did not begin. Not collective; raises nothing."""
         with contextlib.suppress(Exception):
             for place in self._held_at:

@@ -280,7 +280,7 @@ def _add_persistent(row: Row, name: VersionName, there: Survey) -> None:
             _refer(row, base.id)
 
 
-MOST_SHARDS = 8
+MAX_SHARDS = 8
 
 
 def outlook(
@@ -337,7 +337,7 @@ def _ways(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def _shard_names(shards: Sequence[int]) -> str:
-    return f"{'shards' if shards[1:] else 'shard'} {some(shards, MOST_SHARDS)}"
+    return f"{'shards' if shards[1:] else 'shard'} {some(shards, MAX_SHARDS)}"
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ def _merged(rows: Iterable[Difference], ranks: int) -> Iterator[Difference]:
         yield replace(row, ranks=() if len(found) == ranks else found)
 
 
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ class Chosen:
         elif not self.parts:
             yield f"no checkpoints here; {self.hint}" if self.hint else "no checkpoints here"
         if self.gaps:
-            yield f"versions may be missing: {some(self.gaps, MOST_SHOWN, '; ')}"
+            yield f"versions may be missing: {some(self.gaps, MAX_SHOWN, '; ')}"
 
 
 def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
@@ -389,7 +389,7 @@ def choose(path: Where | Sequence[Where], choice: Choice) -> Chosen:
     every = complete_versions(there, text_of(path), choice.run)
     gaps = _gaps(troubles, choice, every)
     if gaps and not every:
-        raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MOST_SHOWN, '; ')}")
+        raise RestoreError(f"{text_of(path)}: nothing can be read: {some(gaps, MAX_SHOWN, '; ')}")
     if not every:
         # Memory was left out: that of a running job changes.
         gaps = _gaps([*there.unseen, *there.problems], choice, every)

@@ -513,7 +513,7 @@ def _look_at_slots(job: JobDirectory, there: Survey) -> None:
     look_at_memory(job, host, there.found, there.problems, there.unseen)
 
 
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 
 @dataclass
@@ -590,7 +590,7 @@ def several_jobs(there: Survey) -> str:
     jobs = jobs_in(there)
     if len(jobs) < 2:
         return ""
-    names = some([" and ".join(places) for places in jobs], MOST_NAMED)
+    names = some([" and ".join(places) for places in jobs], MAX_NAMED)
     return f"{counted(len(jobs), 'job')} are here: {names}. Give the path of one of them"
 
 
@@ -617,7 +617,7 @@ def where_jobs_are(path: str) -> str:
     if several := several_jobs(there):
         return several
     if inside:
-        text = f"the versions of a job are in {some(inside, MOST_NAMED)}"
+        text = f"the versions of a job are in {some(inside, MAX_NAMED)}"
         return f"{text}. Give {'one of them; one is enough' if inside[1:] else 'that path'}"
     return hint_of(path, there) or "give a job's path or its persistent_path"
 
@@ -626,7 +626,7 @@ def hint_of(path: str, there: Survey) -> str:
     """Where the checkpoints may be, if there are none at a path: below it, or, of a URL, without
     the version after it. A sentence; empty if nothing is known. May ask the store."""
     if not is_url(path):
-        return _below(folders_with_jobs(path, MOST_NAMED + 1))
+        return _below(folders_with_jobs(path, MAX_NAMED + 1))
     source = source_of(path)
     if source.version is not None:
         text = f"only a fork's source takes @v{source.version} after it; give {source.path}"
@@ -646,5 +646,5 @@ def hints_of(paths: Where | Sequence[Where], there: Survey) -> str:
 
 
 def _below(folders: list[str]) -> str:
-    names = some(sorted(folders), MOST_NAMED)
+    names = some(sorted(folders), MAX_NAMED)
     return f"there are folders below it: {names}; give one of them" if folders else ""

@@ -66,7 +66,7 @@ from tierckpt.storage.local import LocalStore
 from .parity_file import ParityDraft
 from .transport import Host, Transport
 from .windows import Inbox, WindowLoop
-from .wire import MOST_TEXT, Address, Link, no_excuse
+from .wire import MAX_TEXT, Address, Link, no_excuse
 
 __all__ = ["SHOWN_NAMES", "Blame", "Party"]
 
@@ -360,7 +360,7 @@ class Exchange:
             text = f"{link.peer} sent an invalid message: {in_words(error)}"
             text = str(error) if isinstance(error, PeerError) else text
             self._fail(PeerError(text, source))
-            link.send_now({"op": "failed", "why": text[:MOST_TEXT]})
+            link.send_now({"op": "failed", "why": text[:MAX_TEXT]})
             raise PeerError(text, source) from error
         finally:
             self._inbox.detach(source, link)
@@ -462,11 +462,11 @@ class Exchange:
 
     def _give_up(self, why: str) -> None:
         """Send a last message to all other members, then close everything."""
-        self._transport.gave_up(self, why[:MOST_TEXT])
+        self._transport.gave_up(self, why[:MAX_TEXT])
         self._inbox.close(why)
         for member, link in self._links.items():
             if member != self._engaged:  # this link may be in the middle of a message
-                link.send_now({"op": "failed", "why": why[:MOST_TEXT]})
+                link.send_now({"op": "failed", "why": why[:MAX_TEXT]})
             self._transport.drop(link)
         self._links.clear()
 

@@ -36,7 +36,7 @@ from tierckpt.storage.slots import read_image, sealed_at
 
 from .wire import Address, Link, greet, reach
 
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Limit of one read, held in memory."""
 
 
@@ -100,7 +100,7 @@ class ReadServer:
         """
         self.asked_at = time.monotonic()
         key = _key(stem)
-        if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
+        if offset < 0 or not 0 <= nbytes <= MAX_BYTES:
             raise ValueError(f"{nbytes} bytes from {offset} on cannot be requested at once")
         if not in_memory:
             store = self._store_of(key)
@@ -290,8 +290,8 @@ class RemoteNode:
         """Fill `into` with the bytes from `offset` of a shard or parity."""
         copy = copy_of(file.manifest)
         which = {"stem": file.stem, "copy": copy, "in_memory": file.in_memory}
-        for low in range(0, len(into), MOST_BYTES):
-            part = into[low : low + MOST_BYTES]
+        for low in range(0, len(into), MAX_BYTES):
+            part = into[low : low + MAX_BYTES]
             where = {"offset": offset + low, "length": len(part)}
             with self._connection() as link:
                 head = _answer(link, {"op": "fetch", **which, **where})

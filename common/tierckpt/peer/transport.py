@@ -33,9 +33,9 @@ from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerE
 from tierckpt.format.ids import VersionId
 
 from .remote_reads import ReadServer
-from .wire import HELLO_SECONDS, MOST_TEXT, Address, Link, admit, greet, reach
+from .wire import HELLO_SECONDS, MAX_TEXT, Address, Link, admit, greet, reach
 
-MOST_UNVERIFIED = 64
+MAX_UNVERIFIED = 64
 """Limit of connections that have not yet proved that they know the secret; more are closed."""
 LOOK_SECONDS = 0.2
 """Interval of checks while a member waits for an exchange to begin."""
@@ -110,7 +110,7 @@ class Transport:
         self._doubted: set[Address] = set()
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
-        self._unverified = threading.BoundedSemaphore(MOST_UNVERIFIED)
+        self._unverified = threading.BoundedSemaphore(MAX_UNVERIFIED)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -315,7 +315,7 @@ class Transport:
                 raise PeerError(f"{link.peer} sent the unknown request {operation!r}")
         except (OSError, KeyError, TypeError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
-            link.send({"error": in_words(error)[:MOST_TEXT], "gone": gone})
+            link.send({"error": in_words(error)[:MAX_TEXT], "gone": gone})
 
     def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
         member = int(head["to"])

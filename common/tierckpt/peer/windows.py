@@ -34,7 +34,7 @@ from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.manifest import digest, verify_shard
 
 from .parity_file import Read
-from .wire import MOST_TEXT, Link
+from .wire import MAX_TEXT, Link
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Inbox:
         with self._changed:
             self._fail(PeerError(last_words))
             for link in self._links.values():
-                link.send_now({"op": "failed", "why": last_words[:MOST_TEXT]})
+                link.send_now({"op": "failed", "why": last_words[:MAX_TEXT]})
                 link.shut()
 
     # --- with the condition held ---------------------------------------------------------------

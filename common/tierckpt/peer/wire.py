@@ -154,11 +154,11 @@ def _global_ipv6(interface: str) -> str:
 PROTOCOL = 1
 HELLO_SECONDS = 10.0
 """Limit of each step of a handshake."""
-MOST_HEAD_BYTES = 4096
+MAX_HEAD_BYTES = 4096
 """Limit of a JSON object."""
-MOST_TEXT = 800
+MAX_TEXT = 800
 """Characters of an error text that fit into a JSON object, whichever they are."""
-MOST_RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
 """Limit of a manifest that a peer sends: about the length for a shard of 3 TB."""
 WAKE_BYTES = 256 << 10
 """Wake a waiting receiver only when this number of raw bytes is there, or all that remain.
@@ -244,7 +244,7 @@ class Link:
         length = bytearray(4)
         self._fill(memoryview(length), begin_seconds)
         nbytes = int.from_bytes(length, "big")
-        if not 0 < nbytes <= MOST_HEAD_BYTES:
+        if not 0 < nbytes <= MAX_HEAD_BYTES:
             raise PeerError(f"{self.peer} sent an invalid frame: {bytes(length)!r}")
         text = bytearray(nbytes)
         self._fill(memoryview(text), self.seconds)
@@ -263,7 +263,7 @@ class Link:
     def receive_record(self, head: dict[str, Any]) -> bytes:
         """Raw bytes of a frame that carries a manifest or another record."""
         nbytes = head.get("nbytes", 0)
-        if not 0 <= nbytes <= MOST_RECORD_BYTES:
+        if not 0 <= nbytes <= MAX_RECORD_BYTES:
             raise PeerError(f"{self.peer} sent a record of {nbytes} bytes, beyond the limit")
         record = bytearray(nbytes)
         self._fill(memoryview(record), self.seconds)
@@ -301,7 +301,7 @@ class Link:
     def _await_bytes(self, nbytes: int, seconds: float | None, silent_seconds: float) -> float:
         """Wait for some of `nbytes`, after `silent_seconds` without any; returns the new length of
         the silence in seconds."""
-        if nbytes <= MOST_HEAD_BYTES:
+        if nbytes <= MAX_HEAD_BYTES:
             self._wake_at(1)
             self._ready(select.POLLIN, seconds, "sent nothing")
             return 0.0

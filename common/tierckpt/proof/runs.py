@@ -156,7 +156,7 @@ class Bar:
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
 """From SIGTERM to SIGKILL when a command is given up."""
-MOST_LAUNCHES = 4
+MAX_LAUNCHES = 4
 LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
 """Python's format, perhaps after a launcher's prefix."""
@@ -214,7 +214,7 @@ class Run:
                     break
                 if was_killed or not self.order.mark.exists():
                     raise ProveError(self._why(status))
-                if self.launches >= MOST_LAUNCHES:
+                if self.launches >= MAX_LAUNCHES:
                     raise ProveError(self._why(status))
         except BaseException:
             end_survivors(self.order.folder)

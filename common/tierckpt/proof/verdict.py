@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-MOST_NAMES = 6
+MAX_NAMES = 6
 _RANGE = re.compile(r"\[\d+:\d+\]$")
 
 
@@ -149,7 +149,7 @@ def count_of(run_by_rank: Mapping[int, RankRun], version: int) -> tuple[int, int
 def description(found: Departure) -> str:
     """The difference in words."""
     shown = list(found.names)
-    if len(shown) > MOST_NAMES:  # an option beside many weights shows the cause
+    if len(shown) > MAX_NAMES:  # an option beside many weights shows the cause
         shown.sort(key=lambda name: part_of(name) != "options")
     names = [
         f"{name} ({' and '.join(_short(v) for v in found.values[name])})"
@@ -159,7 +159,7 @@ def description(found: Departure) -> str:
     ]
     where = f" on ranks {some(found.ranks, 8)}" if len(found.ranks) > 1 else ""
     where = where or (f" on rank {found.ranks[0]}" if found.ranks[0] else "")
-    return f"{len(found.names)} of {found.of} names{where}: {some(names, MOST_NAMES)}"
+    return f"{len(found.names)} of {found.of} names{where}: {some(names, MAX_NAMES)}"
 
 
 def _short(fingerprint: str) -> str:

@@ -34,7 +34,7 @@ from tierckpt.storage.persistent import PersistentStore
 __all__ = ["Consequences", "Drift", "Spared", "drifted", "never_alike"]
 
 
-MOST_RANKS = 4
+MAX_RANKS = 4
 """Number of ranks that are named with their nodes."""
 
 
@@ -107,7 +107,9 @@ def drifted(finding: Finding, then: Consequences) -> str:
     )
 
 
-def parted(finding: Finding, then: Consequences, at: str, missing: Sequence[int]) -> str:
+def text_of_divergence(
+    finding: Finding, then: Consequences, at: str, missing: Sequence[int]
+) -> str:
     """The text for ranks with different numbers of optimizer steps; `at` is this rank's
     position."""
     others = "some rank has"
@@ -122,7 +124,7 @@ def parted(finding: Finding, then: Consequences, at: str, missing: Sequence[int]
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {some(numbers, MOST_RANKS)}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {some(numbers, MAX_RANKS)}"
 
 
 def _cause(finding: Finding, nodes: Sequence[str]) -> str:
@@ -136,7 +138,7 @@ def _cause(finding: Finding, nodes: Sequence[str]) -> str:
             "parameters or optimizer state were created or removed on some ranks only: look for "
             "code that only some ranks run"
         )
-    many = finding.odd is None and finding.ranks > MOST_RANKS
+    many = finding.odd is None and finding.ranks > MAX_RANKS
     ranks = range(finding.ranks) if finding.odd is None else finding.odd
     where = _where(ranks, nodes)
     if finding.odd is not None and where:
@@ -155,7 +157,7 @@ def _where(ranks: Sequence[int], nodes: Sequence[str]) -> str:
     # A node's name starts with its host's; the rest distinguishes containers.
     hosts = [nodes[rank].partition("/")[0] for rank in with_node]
     places = [f"rank {rank} runs on {host}" for rank, host in zip(with_node, hosts, strict=True)]
-    return some(places, MOST_RANKS)
+    return some(places, MAX_RANKS)
 
 
 MARKS_SECONDS = 10.0

@@ -57,7 +57,7 @@ from .drift import (
     Consequences,
     drifted,
     never_alike,
-    parted,
+    text_of_divergence,
 )
 from .replicated_state import Look, ReplicatedState
 
@@ -680,7 +680,7 @@ class ReplicaMonitor:
             self._stop_for(found, text)
         self._emit(version, text, severity)
 
-    def part(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
+    def diverge(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
         """This rank found that other ranks do not come to the boundary of `version`.
 
         Args:
@@ -692,7 +692,7 @@ class ReplicaMonitor:
         clean = self._clean if self.active else together
         self.finding = Finding((), None, self._group.size, version, clean, apart=True)
         self._inquiry = None
-        text = parted(self.finding, self._on_finding(self.finding), at, missing)
+        text = text_of_divergence(self.finding, self._on_finding(self.finding), at, missing)
         self._stop_for(self.finding, text)
         self._emit(version, text, logging.ERROR)
 

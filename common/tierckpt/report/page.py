@@ -73,12 +73,12 @@ __all__ = [
 
 WIDTH_INCHES, HALF_INCHES, ROW_INCHES = 9.0, 6.2, 0.3
 """Width of a figure, of one beside another, and height of a row."""
-MOST_ROWS = 40
+MAX_ROWS = 40
 """Of more runs, the last ones are drawn."""
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 """Of more versions on a level, every second, third and so on is drawn."""
-MOST_RANKS_DRAWN = 4
-MOST_SECONDS = 20.0
+MAX_RANKS_DRAWN = 4
+MAX_SECONDS = 20.0
 """Of the cores in use, this much is drawn."""
 UNITS_SECONDS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("s", 1.0))
 BREAK_SHARE = 0.02
@@ -178,7 +178,7 @@ def time_of_runs(job: Job) -> Figure | None:
     """A bar of time for each run, from the failure before it on, and all shares in one bar."""
     if job.account is None:
         return None
-    drawn = job.account.runs[-MOST_ROWS:]
+    drawn = job.account.runs[-MAX_ROWS:]
     height = 0.6 + ROW_INCHES * len(drawn)
     figure, (runs, whole) = _new_figure(height + 1.9, height, 0.8)
     clock, seconds = _Clock(job), job.account.seconds
@@ -213,7 +213,7 @@ def restarts(job: Job) -> Figure | None:
     again = [run for run in job.account.runs if run.after_failure] if job.account else []
     if not again:
         return None
-    again = again[-MOST_ROWS:]
+    again = again[-MAX_ROWS:]
     figure, (axis,) = _new_figure(1.5 + ROW_INCHES * len(again))
     shown = list[str]()
     for row, run in enumerate(again):
@@ -239,7 +239,7 @@ def restarts(job: Job) -> Figure | None:
 def _by_level(job: Job) -> dict[str, list[Copy]]:
     names = sorted({copy.level for copy in job.copies}, key=lambda name: RANK.get(name, 9))
     found = {name: [copy for copy in job.copies if copy.level == name] for name in names}
-    return {name: copies[:: -(-len(copies) // MOST_POINTS)] for name, copies in found.items()}
+    return {name: copies[:: -(-len(copies) // MAX_POINTS)] for name, copies in found.items()}
 
 
 def newest_versions(job: Job) -> Figure | None:
@@ -255,7 +255,7 @@ def newest_versions(job: Job) -> Figure | None:
         axis.step(at, versions, where="post", color=colour, linewidth=width, alpha=0.8)
     marks = []
     for kind, marker in (("skipped", "x"), ("failed", "D"), ("drifted", "s")):
-        these = [event for event in job.incidents if event["name"] == kind][-MOST_POINTS:]
+        these = [event for event in job.incidents if event["name"] == kind][-MAX_POINTS:]
         if these:
             at = [clock.at(event["time_seconds"]) for event in these]
             versions = [event["version"] for event in these]
@@ -298,7 +298,7 @@ def allreduces(job: Job) -> Figure | None:
     """Mean, shortest and longest time of an allreduce by size, for the first ranks."""
     if job.timeline is None or not job.timeline.of("allreduce"):
         return None
-    ranks = job.timeline.ranks()[:MOST_RANKS_DRAWN]
+    ranks = job.timeline.ranks()[:MAX_RANKS_DRAWN]
     found = {rank: [*size_buckets(job.timeline.communication(rank))] for rank in ranks}
     sizes = {b.upto_bytes: b.size for buckets in found.values() for b in buckets}
     figure, (axis,) = _new_figure(3.0)
@@ -323,7 +323,7 @@ def one_step(job: Job) -> Figure | None:
     """A step of median duration: each layer's allreduce, with the layer's copies right below it."""
     if job.timeline is None:
         return None
-    ranks = job.timeline.ranks()[:MOST_RANKS_DRAWN]
+    ranks = job.timeline.ranks()[:MAX_RANKS_DRAWN]
     try:
         version = typical_version(job.timeline, ranks)
         steps = [step_of(job.timeline, rank, version) for rank in ranks]
@@ -378,7 +378,7 @@ def cores(job: Job) -> Figure | None:
     if not found:
         return None
     begin = found[0].at - found[0].seconds
-    found = [each for each in found if each.at < begin + MOST_SECONDS]
+    found = [each for each in found if each.at < begin + MAX_SECONDS]
     figure, (axis,) = _new_figure(3.2)
     edges = [each.at - begin for each in found]
     shades = versions_under_way(job)
@@ -481,8 +481,8 @@ FONTS: dict[Any, Any] = {
     "text.parse_math": False,
 }
 NEW_LINE = "\n"
-MOST_INCIDENTS = 40
-MOST_RANKS = 16
+MAX_INCIDENTS = 40
+MAX_RANKS = 16
 Lines = Sequence[Sequence[str]]
 """A table, titles first."""
 STYLE = """
@@ -695,7 +695,7 @@ def _drift(job: Job) -> Iterable[str]:
     found = [event for event in job.incidents if event["name"] == "drifted"]
     suspects = job.view.job.suspects if job.view else {}
     lines: list[tuple[str, ...]] = [("version", "at", "finding")]
-    for event in found[-MOST_INCIDENTS:]:
+    for event in found[-MAX_INCIDENTS:]:
         lines.append((f"v{event['version']}", _when(event), event["message"]))
     yield _table(lines)
     yield _table([("suspect version", "reason"), *suspects.items()])
@@ -706,7 +706,7 @@ def _drift(job: Job) -> Iterable[str]:
 def _incidents(job: Job) -> Iterable[str]:
     found = [event for event in job.incidents if event["name"] != "drifted"]
     lines: list[tuple[str, ...]] = [("event", "level", "version", "at", "reason")]
-    for event in found[-MOST_INCIDENTS:]:
+    for event in found[-MAX_INCIDENTS:]:
         what = (
             event["name"],
             event["level"],
@@ -735,7 +735,7 @@ def _allreduces(job: Job) -> Iterable[str]:
     lines: list[tuple[str, ...]] = [
         ("rank", "size", "calls", "in all", "mean", "shortest", "longest")
     ]
-    for rank in job.timeline.ranks()[:MOST_RANKS]:
+    for rank in job.timeline.ranks()[:MAX_RANKS]:
         for bucket in size_buckets(job.timeline.communication(rank)):
             times = bucket.latency
             total = times.count * times.avg_us

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEPTH = 2
 """Folders below the given one in which events and traces are found."""
-MOST_TRACES = 16
+MAX_TRACES = 16
 """Ranks with traces that are read, the lowest ones: each may have 64 MiB."""
 EVENTS, TRACES, USAGE = "events-r*.jsonl", "trace-r*.json", "usage-r*.jsonl"
 
@@ -195,10 +195,10 @@ def _read_traces(job: Job, folders: list[Path]) -> None:
     folder = max(folders, key=lambda each: max(file.stat().st_mtime for file in each.glob(TRACES)))
     files = sorted(folder.glob(TRACES))
     horovod = [each for each in sorted(folder.glob("*.json")) if _is_horovods(each)]
-    if folders[1:] or files[MOST_TRACES:]:
-        job.notes.append(f"of the traces, {len(files[:MOST_TRACES])} ranks in {folder} are read")
+    if folders[1:] or files[MAX_TRACES:]:
+        job.notes.append(f"of the traces, {len(files[:MAX_TRACES])} ranks in {folder} are read")
     try:
-        job.timeline = load(files[:MOST_TRACES], horovod[-1] if horovod else None)
+        job.timeline = load(files[:MAX_TRACES], horovod[-1] if horovod else None)
         job.notes += job.timeline.notes
     except TierckptError as error:
         job.trace_hint = f"{error}."

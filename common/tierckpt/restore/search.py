@@ -28,7 +28,7 @@ from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.restored import Restored
 from tierckpt.storage import answers, job_directory
-from tierckpt.storage.claims import MOST_FOLDERS, siblings_of, user_name, words_for
+from tierckpt.storage.claims import MAX_FOLDERS, siblings_of, user_name, words_for
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
@@ -51,7 +51,7 @@ __all__ = ["RestoreNotices", "VersionSearch", "undo", "wish"]
 
 FEW_FOLDERS = 16
 """Limit of other nodes that are looked into if rank 0 looks into several."""
-MOST_SAID = 8
+MAX_SAID = 8
 """Limit of events for rejected copies: a job of thousands of ranks has as many shards."""
 
 
@@ -78,12 +78,12 @@ class RestoreNotices:
     def rejected(self, text: str) -> None:
         """Report a copy that exists and cannot be used; only the first few get an event each."""
         self._rejected += 1
-        if self._rejected <= MOST_SAID:
+        if self._rejected <= MAX_SAID:
             self._say_rejected(text)
 
     def end_of_rejected(self) -> None:
         """Report the number of rejected copies that got no event."""
-        if (more := self._rejected - MOST_SAID) > 0:
+        if (more := self._rejected - MAX_SAID) > 0:
             self._say_rejected(f"and {more} more")
 
     def _say_rejected(self, text: str) -> None:
@@ -119,7 +119,7 @@ class RestoreNotices:
     ) -> None:
         """Report that this run went back, and the versions that it gave up."""
         wanted, numbers = record.version, dict.fromkeys(f"v{id_.version}" for id_ in newer)
-        them = f"{some([*numbers], MOST_SAID)} of earlier runs" if newer else "a newer version"
+        them = f"{some([*numbers], MAX_SAID)} of earlier runs" if newer else "a newer version"
         kept = (
             ". They can be read and exported until retention removes them, when newer versions of "
             "this run are complete; `tierckpt pin` keeps one"
@@ -234,7 +234,7 @@ class RestoreNotices:
         if rank and not (empty and hosts.index(hosts[rank]) == rank):
             return
         config = self._config
-        most = MOST_FOLDERS if rank == 0 else FEW_FOLDERS
+        most = MAX_FOLDERS if rank == 0 else FEW_FOLDERS
         there = siblings_of(config.path, self._history.job, set(map(host_name, hosts)), most)
         newer = [each for each in there if found is None or each.newest > found]
         if not newer:
@@ -316,7 +316,7 @@ def _newest_in(job: JobDirectory) -> VersionId | None:
     return None
 
 
-MOST_TRIED = 32
+MAX_TRIED = 32
 """Limit of versions that are planned for an error message."""
 
 
@@ -534,7 +534,7 @@ class VersionSearch:
         if not self.passed_over:
             return
         newest = self.passed_over[0]
-        names = some([f"v{id_.version}" for id_ in self.passed_over], MOST_SAID)
+        names = some([f"v{id_.version}" for id_ in self.passed_over], MAX_SAID)
         why = (
             f"{names} {'is' if len(self.passed_over) == 1 else 'are'} suspect, as replicas "
             f"differed: {self._history.suspects[newest]}"
@@ -613,7 +613,7 @@ class VersionSearch:
         """The nearest versions that a restore could take."""
         found = {f.key.id.version for each in distinct(self._history.found) for f in each}
         found |= {p.key.id.version for each in distinct(self._history.parities) for p in each}
-        near = nearest_version(wanted, found, MOST_TRIED)
+        near = nearest_version(wanted, found, MAX_TRIED)
         complete = [version for version in near if self._candidates.plan(version) is not None]
         names = ", ".join(f"v{version}" for version in nearest_version(wanted, complete))
         there = f"The nearest complete ones are {names}" if names else "No version is complete"

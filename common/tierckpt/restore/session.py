@@ -28,7 +28,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.versions import Reports
-from tierckpt.errors import MOST_DIFFERENCES, StateMismatchError, StateTornError
+from tierckpt.errors import MAX_DIFFERENCES, StateMismatchError, StateTornError
 from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
 from tierckpt.state import process_state
@@ -176,8 +176,8 @@ def load(
 
 def _accepted(differences: Sequence[str]) -> list[str]:
     """The notices of differences that a rank alone has, or that rank 0 shows for all."""
-    shown = [f"accepted (strict=False): {each}" for each in differences[:MOST_DIFFERENCES]]
-    hidden = len(differences) - MOST_DIFFERENCES
+    shown = [f"accepted (strict=False): {each}" for each in differences[:MAX_DIFFERENCES]]
+    hidden = len(differences) - MAX_DIFFERENCES
     return [*shown, f"accepted (strict=False): {hidden} more differences"] if hidden > 0 else shown
 
 

@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 
-ENOUGH_IN_VAIN = 2
+MIN_FAILED_RANKS = 2
 """Number of ranks that must fail to reach an agent before no rank asks it. A single rank may be cut
 off by itself."""
 
@@ -214,7 +214,7 @@ class Candidates:
     @property
     def left_out(self) -> set[str]:
         """Agents that no rank asks any more, by the name of their locations."""
-        enough = min(ENOUGH_IN_VAIN, len(self.found))
+        enough = min(MIN_FAILED_RANKS, len(self.found))
         return {where for where, ranks in self._silent.items() if len(ranks) >= enough}
 
 

@@ -13,7 +13,7 @@ from .launcher import HOROVODRUN, Place, place_of
 from .preload import LearnedFile
 from .shim import Shim
 
-MOST_REFUSED = 8
+MAX_REFUSED = 8
 """Each costs a start; after these, no module is imported besides torch and the adapters."""
 REFUSED = "TIERCKPT_RUN_REFUSED"
 """Packages that were found not to allow a fork, for the process that replaces this one."""
@@ -44,7 +44,7 @@ def _preload(options: command_line.Options, place: Place, learned: LearnedFile) 
     try:
         preload.preload((*options.preload, *known.modules), refused, adapters)
     except preload.UnsafeError as error:
-        package = error.package if len(refused) < MOST_REFUSED else preload.EVERYTHING
+        package = error.package if len(refused) < MAX_REFUSED else preload.EVERYTHING
         if package in refused or package in ("torch", "tierckpt", "ddp_ckpt"):
             say(f"{error}: the script runs without a shim, and the launcher handles failures")
             return False

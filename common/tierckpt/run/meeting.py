@@ -211,7 +211,7 @@ def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.enviro
             os.unlink(error_file)
 
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 KEEPALIVE = (
     *((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5)),
     (socket.TCP_USER_TIMEOUT, 15_000),
@@ -257,7 +257,7 @@ class Connection:
     def receive(self) -> list[Message]:
         """The messages that have arrived. At the end of the stream the connection is closed."""
         try:
-            while len(self._buffer) < MOST_BYTES:
+            while len(self._buffer) < MAX_BYTES:
                 more = self._stream.recv(65536)
                 if not more:
                     self.close()
@@ -272,7 +272,7 @@ class Connection:
             found = [json.loads(line) for line in lines]
         except ValueError:  # a stranger
             found = [None]
-        if len(self._buffer) >= MOST_BYTES or not all(isinstance(each, dict) for each in found):
+        if len(self._buffer) >= MAX_BYTES or not all(isinstance(each, dict) for each in found):
             self.close()
             return []
         return found
@@ -288,7 +288,7 @@ Result = TypeVar("Result")
 PATIENCE_SECONDS = 300.0
 """As torch's stores wait for all ranks."""
 NAP_SECONDS = 0.05
-MOST_LINE_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 16
 """Limit of a message of the handshake."""
 STORE, KV, PORT, NAME = "store", "kv", "port", "name"
 NOWHERE = (
@@ -518,7 +518,7 @@ def _line(stream: socket.socket) -> Message:
     """The next message, and no byte after it."""
     data = bytearray()
     while not data.endswith(b"\n"):
-        if not (more := stream.recv(1)) or len(data) > MOST_LINE_BYTES:
+        if not (more := stream.recv(1)) or len(data) > MAX_LINE_BYTES:
             raise ConnectionError("rank 0's shim has closed the connection")
         data += more
     found = json.loads(data)

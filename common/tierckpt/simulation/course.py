@@ -261,7 +261,7 @@ class Holdings:
         self._pending = {n: (at, v) for n, (at, v) in self._pending.items() if v <= version}
 
 
-MOST_WITHOUT_PROGRESS = 100_000
+MAX_WITHOUT_PROGRESS = 100_000
 """Failures after which a job without a limit of its wall time, which got no further since, counts
 as one that never ends."""
 
@@ -395,7 +395,7 @@ class SimulatedJob:
         self._outcome.failures[kind] += 1
         self._in_vain += 1
         endless = math.isinf(self._scenario.job.length_seconds)
-        if endless and self._in_vain > MOST_WITHOUT_PROGRESS:
+        if endless and self._in_vain > MAX_WITHOUT_PROGRESS:
             raise ConfigError(NO_PROGRESS.format(count=self._in_vain, done=self._farthest))
         if kind == "process":
             return
@@ -516,7 +516,7 @@ class SimulatedJob:
 
 
 CONFIDENCE = 0.95
-MOST_FAILURES = 10_000_000
+MAX_FAILURES = 10_000_000
 """More take ten minutes or so."""
 
 
@@ -713,11 +713,11 @@ def _check_size(scenario: Scenario) -> None:
     rate += _store_changes_per_second(scenario)
     seconds = min(scenario.job.length_seconds, scenario.job.work_seconds)
     count = rate * seconds * scenario.replicas
-    if count > MOST_FAILURES:
+    if count > MAX_FAILURES:
         raise ConfigError(
             f"some {count:.1e} failures would be simulated (those of the store count), one every "
             f"{time_text(1 / rate)} in {time_text(seconds)}, {scenario.replicas} times; give "
-            f"a shorter length, fewer replicas, or rarer failures ({MOST_FAILURES:.0e} are "
+            f"a shorter length, fewer replicas, or rarer failures ({MAX_FAILURES:.0e} are "
             "possible)"
         )
 

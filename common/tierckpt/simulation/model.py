@@ -308,7 +308,7 @@ def _fatal_members(code: Code, need: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-MOST_STEPS = 10**12
+MAX_STEPS = 10**12
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ def _rung(cost: LevelCosts, steps: int) -> Rung:
 
 
 def _steps(ratio: float) -> int:
-    return MOST_STEPS if ratio >= MOST_STEPS else max(1, math.ceil(ratio - 1e-9))
+    return MAX_STEPS if ratio >= MAX_STEPS else max(1, math.ceil(ratio - 1e-9))
 
 
 def _least_steps(cost: LevelCosts, step_seconds: float) -> int:

@@ -59,7 +59,7 @@ from .phase import Phase
 from .snapshot import Snapshot, SnapshotError
 
 __all__ = [
-    "MOST_COPY_BYTES",
+    "MAX_COPY_BYTES",
     "DeviceCopies",
     "DeviceCopyError",
     "Sources",
@@ -68,9 +68,9 @@ __all__ = [
 ]
 
 
-LEAST_SEGMENT_BYTES = 32 * 1024
+MIN_SEGMENT_BYTES = 32 * 1024
 """Blocks whose tensors are smaller, on average, are gathered first."""
-MOST_COPY_BYTES = 64 * 1024 * 1024
+MAX_COPY_BYTES = 64 * 1024 * 1024
 """Limit of a single copy."""
 CLONE_ALIGNMENT_BYTES = 512
 """As of torch's own allocations: copies on the device are fast."""
@@ -109,7 +109,7 @@ def _direct(plan: CopyPlan) -> list[bool]:
     pieces = [t.is_cuda and tree_codec.is_dense(t) for t in plan.sources]
     return [
         all(pieces[part[0]] for part in block.parts)
-        and block.nbytes >= min(LEAST_SEGMENT_BYTES, block.nbytes) * len(block.parts)
+        and block.nbytes >= min(MIN_SEGMENT_BYTES, block.nbytes) * len(block.parts)
         for block in plan.layout.blocks
     ]
 
@@ -175,7 +175,7 @@ class DeviceCopies:
             numbers.ctypes.data,
             len(numbers),
             target,
-            MOST_COPY_BYTES,
+            MAX_COPY_BYTES,
         )
         if code:
             forget_error(stream.device)
@@ -256,7 +256,7 @@ def _copies_right(copies: DeviceCopies, device: torch.device) -> bool:
     return torch.equal(target, expected.cpu())
 
 
-BATCH_BYTES = MOST_COPY_BYTES
+BATCH_BYTES = MAX_COPY_BYTES
 """Limit of one batch for the side stream, and of a single copy."""
 BATCHES_IN_FLIGHT = 2
 GATHERED_BYTES = 16 * 1024 * 1024
@@ -463,13 +463,13 @@ class CudaSnapshot(Snapshot):
         try:
             with self._feeding:  # before the release: cloning is better than feeding
                 self._release_rest()
-                self._let_go()
+                self._release_batch()
         except Exception as error:
             self.fail(error)
         self.clock.barrier += time.perf_counter() - begin
         self._record("barrier", begin)
 
-    def _let_go(self) -> None:
+    def _release_batch(self) -> None:
         """Clone or feed the rest, check that nothing was changed, and order the streams."""
         if self.phase is not Phase.OPEN:
             return

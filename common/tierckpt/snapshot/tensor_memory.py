@@ -26,7 +26,7 @@ from . import copy_engine
 INTERFACE = 2
 """Number in the C file."""
 
-_MOST_DIMENSIONS = 5
+_MAX_DIMENSIONS = 5
 """torch keeps shape and strides of more dimensions in other memory."""
 
 
@@ -191,7 +191,7 @@ def kinds_of(tensors: Sequence[torch.Tensor]) -> KindsOfTensors | None:
 def _have_shapes(tensors: Sequence[torch.Tensor], first: np.ndarray) -> bool:
     """True if the rows of memory have the shapes of the tensors. The number of dimensions is in the
     rows, so the first tensor of each kind stands for the others."""
-    return all(tensors[number].dim() <= _MOST_DIMENSIONS for number in first.tolist())
+    return all(tensors[number].dim() <= _MAX_DIMENSIONS for number in first.tolist())
 
 
 def records_of(tensors: Sequence[torch.Tensor]) -> TensorRecords | None:

@@ -40,7 +40,7 @@ CLOCK_SECONDS = 3600.0
 """A number this near to a clock is a time."""
 ARRAY_BYTES = 2**20
 """Limit of an array that is compared."""
-MOST_NUMBERS = 256
+MAX_NUMBERS = 256
 """The same of a container."""
 
 OF_OPTIMIZER = (
@@ -201,7 +201,7 @@ def _mark_of(value: Any) -> Any:
 def _numbers_of(value: Any) -> tuple[int, Any] | None:
     """Size and content of a container of numbers: a moving window, or means by name. One that grows
     is a record; see `_goes_on`."""
-    if not isinstance(value, (list, deque, dict)) or not 0 < len(value) <= MOST_NUMBERS:
+    if not isinstance(value, (list, deque, dict)) or not 0 < len(value) <= MAX_NUMBERS:
         return None
     held = [*(value.values() if isinstance(value, dict) else value)]
     if any(type(each) not in (int, float) for each in held):

@@ -211,10 +211,10 @@ class PlainValues:
                 setattr(self._owner, name, values[name])
 
 
-MOST_OBJECTS = 1_000
+MAX_OBJECTS = 1_000
 """Limit of objects that are looked at, the nearest first."""
-MOST_DEPTH = 10
-MOST_MEMBERS = 64
+MAX_DEPTH = 10
+MAX_MEMBERS = 64
 """A longer container is taken as data."""
 _ENDS = (
     *(
@@ -277,10 +277,10 @@ class HeldGenerators:
     def _search(self, root: Any) -> None:
         seen = {id(each): each for each in _of_process()}
         level: list[tuple[str, Any]] = [("", root)]
-        for _ in range(MOST_DEPTH):
+        for _ in range(MAX_DEPTH):
             following: list[tuple[str, Any]] = []
             for path, each in level:
-                if id(each) in seen or len(seen) > MOST_OBJECTS:
+                if id(each) in seen or len(seen) > MAX_OBJECTS:
                     continue
                 seen[id(each)] = each
                 if is_generator(each):
@@ -323,7 +323,7 @@ def _members(each: Any, is_root: bool) -> Iterator[tuple[str, Any]]:
     kind: Any = type(each)  # not `__class__`: that of a lazy proxy would create the object
     for base, pairs in _CONTAINERS.items():
         if issubclass(kind, base):  # a derived class may load its members when asked
-            if base.__len__(each) <= MOST_MEMBERS:
+            if base.__len__(each) <= MAX_MEMBERS:
                 yield from ((f"[{key!r}]", member) for key, member in [*pairs(each)])
             return
     if issubclass(kind, functools.partial):

@@ -598,7 +598,7 @@ _own_modules, _own_buffers = itemgetter("_modules"), itemgetter("_buffers")
 _NOTHING: dict[str, Any] = {}
 _orders: dict[tuple[Any, ...], list[str]] = {}
 """By keys in their own order, the same keys sorted; all are names. Optimizers have few."""
-_MOST_ORDERS = 100
+_MAX_ORDERS = 100
 
 
 def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
@@ -609,7 +609,7 @@ def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
         return [(key, values[key]) for key in order]
     named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
     found = sorted(named.items())
-    if len(named) == len(values) and len(_orders) < _MOST_ORDERS:
+    if len(named) == len(values) and len(_orders) < _MAX_ORDERS:
         _orders[keys] = [key for key, _ in found]
     if len(named) < len(values):
         found.append((NAMELESS, {k: v for k, v in values.items() if k not in named}))

@@ -441,13 +441,13 @@ class EncodedTree:
                 else:
                     target[begin - low : end - low].copy_(part[begin - start : end - start])
                 del part
-                self._let_go(index, end - begin)
+                self._free_copied(index, end - begin)
             index += 1
         if high > self.nbytes:
             end = max(0, self.nbytes - low)
             there[end:] = bytes(len(there) - end)
 
-    def _let_go(self, index: int, copied_bytes: int) -> None:
+    def _free_copied(self, index: int, copied_bytes: int) -> None:
         with self._lock:
             self._left[index] -= copied_bytes
             if not self._left[index]:

@@ -26,10 +26,10 @@ WHOLE_BYTES = 64 * 1024
 PLACES, PLACE_BYTES = 128, 64
 """Places in a larger one that count, evenly spread, and the bytes of each: a line of a cache, as
 its first byte costs a read of the memory. On a device: of any, as they are kept."""
-MOST_MEMBERS, NESTED = 128, 8
+MAX_MEMBERS, NESTED = 128, 8
 """Numbers and strings of a field that is no tensor that count, evenly spread; a container or tensor
 among them counts as so many."""
-MOST_FIELDS, MOST_DEPTH = 16, 6
+MAX_FIELDS, MAX_DEPTH = 16, 6
 """Fields of a batch with a fingerprint of their own; the depth of containers."""
 
 
@@ -46,8 +46,8 @@ class Fingerprint:
         """Add the indices of the samples, which tell other samples from another augmentation."""
         few = list(islice(indices, SHOWN_INDICES)) if isinstance(indices, Sequence) else indices
         more = ", ..." if few is not indices and len(indices) > len(few) else ""
-        if isinstance(indices, list) and len(indices) > MOST_MEMBERS:
-            indices = [len(indices), *indices[:: len(indices) // MOST_MEMBERS]]
+        if isinstance(indices, list) and len(indices) > MAX_MEMBERS:
+            indices = [len(indices), *indices[:: len(indices) // MAX_MEMBERS]]
         digest = xxhash.xxh3_64_hexdigest(repr(indices).encode())
         self.rows.append([INDICES, f"{str(few).strip('[]')}{more}", digest])
         return self
@@ -100,13 +100,13 @@ def _add_kind(found: Fingerprint, path: str, value: Any, depth: int) -> None:
         found.rows.append([path, *_of_tensor(value, found.on_device)])
     elif isinstance(value, np.ndarray):
         found.rows.append([path, *_of_array(value)])
-    elif (members := _fields(value, depth)) is not None and len(found.rows) < MOST_FIELDS:
+    elif (members := _fields(value, depth)) is not None and len(found.rows) < MAX_FIELDS:
         found.rows.append([path, f"{type(value).__name__}[{len(members)}]", ""])
         for name, member in members.items():
             _add(found, f"{path}{name}", member, depth + 1)
     else:
         shape, content = xxhash.xxh3_64(), xxhash.xxh3_64()
-        _feed(shape, content, value, MOST_MEMBERS, depth)
+        _feed(shape, content, value, MAX_MEMBERS, depth)
         size = f"[{len(value)}]" if isinstance(value, str | bytes | Sequence | Set) else ""
         kind = f"{type(value).__name__}{size}#{shape.hexdigest()[:8]}"
         found.rows.append([path, kind, content.hexdigest()])
@@ -116,7 +116,7 @@ def _fields(value: Any, depth: int) -> dict[str, Any] | None:
     """The members of a container that has few of them, by their part of the path; None for any
     other object, and for lists of numbers or strings."""
     members = _members(value)
-    if members is None or len(members) > MOST_FIELDS or depth >= MOST_DEPTH:
+    if members is None or len(members) > MAX_FIELDS or depth >= MAX_DEPTH:
         return None
     if isinstance(value, Sequence) and all(_is_plain(each) for each in value):
         return None
@@ -125,12 +125,12 @@ def _fields(value: Any, depth: int) -> dict[str, Any] | None:
 
 def _members(value: Any) -> dict[str, Any] | None:
     if isinstance(value, Mapping):
-        return {f"[{key!r}]": member for key, member in islice(value.items(), MOST_FIELDS + 1)}
+        return {f"[{key!r}]": member for key, member in islice(value.items(), MAX_FIELDS + 1)}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | range):
         names = getattr(value, "_fields", None)
         if isinstance(names, tuple) and len(names) == len(value):
             return {f".{name}": member for name, member in zip(names, value, strict=True)}
-        return {f"[{i}]": member for i, member in enumerate(islice(value, MOST_FIELDS + 1))}
+        return {f"[{i}]": member for i, member in enumerate(islice(value, MAX_FIELDS + 1))}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = getattr(value, "__dict__", {})
         names = [each.name for each in dataclasses.fields(value)]
@@ -158,7 +158,7 @@ def _feed(shape: Any, content: Any, value: Any, most: int, depth: int) -> None:
         content.update(_text_of(value))
     elif isinstance(value, Set):
         shape.update(f"{len(value)};".encode())
-    elif depth < MOST_DEPTH:
+    elif depth < MAX_DEPTH:
         if isinstance(value, Sequence):
             members = value
         else:

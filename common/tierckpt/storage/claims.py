@@ -88,7 +88,7 @@ __all__ = [
 
 
 CLAIM_PREFIX = ".claim."
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 UNKNOWN = "an unknown machine"
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
@@ -204,7 +204,7 @@ def claims_in(directory: str | os.PathLike[str]) -> list[tuple[Claim, bool]]:
                     open_plain(Path(directory, name)) as file,
                 ):
                     held = file_lock.held(file.fileno())
-                    found.append((Claim.decode(file.read(MOST_BYTES)), held))
+                    found.append((Claim.decode(file.read(MAX_BYTES)), held))
     return found
 
 
@@ -217,7 +217,7 @@ def memory_folders(directory: str | os.PathLike[str]) -> set[Path]:
         for name in [] if file_lock.any_held() else os.listdir(directory):
             if name.startswith(CLAIM_PREFIX):
                 with contextlib.suppress(OSError), open_plain(Path(directory, name)) as file:
-                    found |= memory_of(file.read(MOST_BYTES))
+                    found |= memory_of(file.read(MAX_BYTES))
     return found
 
 
@@ -229,7 +229,7 @@ def memory_of(content: bytes) -> set[Path]:
     return set()
 
 
-MOST_STARTERS = 256
+MAX_STARTERS = 256
 """Starters kept of a run: the smallest, so that two runs that share some keep the same ones. Every
 node reads the claims of all."""
 _OF_A_WORKER = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "RANK")
@@ -268,7 +268,7 @@ def launch_of(environment: Mapping[str, str], in_use: bool = False) -> Launch:
 
 def smallest(starters: Iterable[str]) -> tuple[str, ...]:
     """The starters that are recorded for a run, from those of all ranks."""
-    return tuple(sorted(set(starters))[:MOST_STARTERS])
+    return tuple(sorted(set(starters))[:MAX_STARTERS])
 
 
 def _launch_name(environment: Mapping[str, str]) -> str:
@@ -550,7 +550,7 @@ class DirectoryClaim:
             return None if error.errno in GONE else unreadable_claim(path)
         try:
             if file_lock.try_lock(fd) if may_write else file_lock.free(fd):
-                content = os.pread(fd, MOST_BYTES, 0)
+                content = os.pread(fd, MAX_BYTES, 0)
                 if self._may_be_held_elsewhere(path, content):
                     return None
                 if self._judge_end(path, content):
@@ -559,7 +559,7 @@ class DirectoryClaim:
                 with contextlib.suppress(OSError):  # another user's file stays
                     path.unlink(missing_ok=True)
                 return None
-            return Claim.decode(os.pread(fd, MOST_BYTES, 0))
+            return Claim.decode(os.pread(fd, MAX_BYTES, 0))
         except (ValueError, TypeError):  # it is being written
             return unreadable_claim(path)
         finally:
@@ -609,7 +609,7 @@ def _token_of(path: Path) -> str:
 
 
 NODE = "{node}"
-MOST_FOLDERS = 256
+MAX_FOLDERS = 256
 """Limit of folders that are looked into; each takes one listing."""
 
 
@@ -641,7 +641,7 @@ def node_named(template: str, names: Iterable[str]) -> Iterator[tuple[str, Path]
 
 
 def siblings_of(
-    template: str, job: str, but: Collection[str], most: int = MOST_FOLDERS
+    template: str, job: str, but: Collection[str], most: int = MAX_FOLDERS
 ) -> list[Sibling]:
     """Folders of other nodes, not in `but`, that have versions of `job` and no running job, newest
     first; those that can be read, of at most `most` folders."""

@@ -49,7 +49,7 @@ __all__ = ["dead_seconds", "forget_dead"]
 
 
 DEAD_MARK = "seen.dead"
-MOST_MARK_BYTES = 4096
+MAX_MARK_BYTES = 4096
 
 
 def dead_seconds(folder: Path) -> float:
@@ -58,7 +58,7 @@ def dead_seconds(folder: Path) -> float:
     path, now_seconds = folder / DEAD_MARK, time.clock_gettime(time.CLOCK_MONOTONIC)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         with durable.open_plain(path) as file:
-            mark = json.loads(file.read(MOST_MARK_BYTES))
+            mark = json.loads(file.read(MAX_MARK_BYTES))
         seen_seconds = float(mark["monotonic_seconds"])
         if mark["clock"] == _clock() and seen_seconds <= now_seconds:
             return now_seconds - seen_seconds
@@ -82,7 +82,7 @@ def _clock() -> str:
 FINISHED = "finished"
 """In a lock's last line: the version with which the training of its holder has ended by itself."""
 NAP_SECONDS = 0.05
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 
 
 class JobBusyError(TierckptError):
@@ -406,7 +406,7 @@ def _await(path: Path, deadline: float) -> int | None:
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(NAP_SECONDS)
-            last = os.pread(fd, MOST_BYTES, 0).rpartition(b"\n")[2]
+            last = os.pread(fd, MAX_BYTES, 0).rpartition(b"\n")[2]
             return int(json.loads(last)[FINISHED])
         finally:
             os.close(fd)

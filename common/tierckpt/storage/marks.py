@@ -147,7 +147,7 @@ def locked_place(directory: Path) -> Iterator[None]:
 
 
 _SUSPECT_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.suspect")
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 """Limit of a mark's text."""
 
 
@@ -188,12 +188,12 @@ def _name(id_: VersionId) -> str:
 
 
 def _bytes_of(text: str) -> bytes:
-    return text.encode()[:MOST_BYTES]
+    return text.encode()[:MAX_BYTES]
 
 
 def text_of(content: bytes) -> str:
     """Text of a mark."""
-    return content[:MOST_BYTES].decode(errors="replace").strip() or "replicas differ"
+    return content[:MAX_BYTES].decode(errors="replace").strip() or "replicas differ"
 
 
 def local_suspicion(directory: str | os.PathLike[str], id_: VersionId) -> str:

@@ -219,7 +219,7 @@ class RollbackFiles:
 RUNS_FOLDER = "runs"
 RUN_KIND, RUN_END_KIND = "run", "run-end"
 RUN_SUFFIX, RUN_END_SUFFIX = ".json", ".end.json"
-MOST_RUNS = 512
+MAX_RUNS = 512
 """Limit of the runs at a place, some 1000 bytes each."""
 
 
@@ -249,7 +249,7 @@ class RunRecords:
             durable.make_one(self._folder)
         self._notes.write(f"{_run_stem(record)}{RUN_SUFFIX}", RUN_KIND, record.to_json())
         names = self._notes.names(RUNS_FOLDER)
-        runs = [name for name in names if not name.endswith(RUN_END_SUFFIX)][:-MOST_RUNS]
+        runs = [name for name in names if not name.endswith(RUN_END_SUFFIX)][:-MAX_RUNS]
         old = {name.removesuffix(RUN_SUFFIX) for name in runs}
         for name in names:
             if name.removesuffix(RUN_END_SUFFIX).removesuffix(RUN_SUFFIX) in old:

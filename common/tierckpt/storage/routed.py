@@ -108,7 +108,7 @@ def _is_open_for_writing(path: str) -> bool:
     return False
 
 
-MOST_NAME_BYTES = 1024
+MAX_NAME_BYTES = 1024
 """Limit of a file's name with its folders."""
 
 
@@ -128,8 +128,8 @@ def checked_name(name: str | os.PathLike[str]) -> str:
         size = len(str(path).encode())
     except UnicodeEncodeError:
         raise TierckptError(f"{given!r} is no name for a file of a version: not UTF-8") from None
-    if size > MOST_NAME_BYTES:
-        raise TierckptError(f"{given[:40]!r}... is too long: {size} bytes of {MOST_NAME_BYTES}")
+    if size > MAX_NAME_BYTES:
+        raise TierckptError(f"{given[:40]!r}... is too long: {size} bytes of {MAX_NAME_BYTES}")
     return str(path)
 
 

@@ -46,7 +46,7 @@ from tierckpt.storage.local import LocalStore
 
 LINK_SUFFIX = ".image"
 _PREFIX = ".slot."
-MOST_KEPT = 8
+MAX_KEPT = 8
 """Limit of kept mappings: enough for a cycle, unless retention keeps more than a few versions."""
 _MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000
 """From <linux/mman.h>; Python has no names for them."""
@@ -91,7 +91,7 @@ class Mappings:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[_Mapped] = deque(maxlen=MOST_KEPT)
+        self._kept: deque[_Mapped] = deque(maxlen=MAX_KEPT)
 
     def take(self, path: Path) -> _Mapped:
         """The mapping of the file at `path`, a kept one or a new one."""
@@ -103,7 +103,7 @@ class Mappings:
 
     def keep(self, mapped: _Mapped) -> None:
         """Keep a mapping for later."""
-        if len(self._kept) == MOST_KEPT:
+        if len(self._kept) == MAX_KEPT:
             self._kept.popleft().close()
         self._kept.append(mapped)
 

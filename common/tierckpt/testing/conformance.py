@@ -38,7 +38,7 @@ from .fault_injection import (
     page_aligned,
 )
 
-MOST_OPERATIONS = 500
+MAX_OPERATIONS = 500
 """Limit of a sweep: one with more operations would never end."""
 
 
@@ -207,7 +207,7 @@ class StoreConformance:
 
     def test_failing_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
         """An input/output error at the k-th operation, for every k; then the store goes on."""
-        for hit in range(1, MOST_OPERATIONS):
+        for hit in range(1, MAX_OPERATIONS):
             directory, log = tmp_path / f"eio{hit}", tmp_path / f"eio{hit}.log"
             store = self.make_store(directory)
             error = None
@@ -236,7 +236,7 @@ class StoreConformance:
     def test_a_kill_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
         """SIGKILL at the k-th operation of a real process, for every k."""
         self._run_sweep(tmp_path)
-        for hit in range(1, MOST_OPERATIONS):
+        for hit in range(1, MAX_OPERATIONS):
             directory, log = tmp_path / str(hit), tmp_path / f"{hit}.log"
             status = int((tmp_path / f"{hit}.status").read_text())
             store = self.make_store(directory)
@@ -255,7 +255,7 @@ class StoreConformance:
         pytest.fail("the sweep does not end")
 
     def _run_sweep(self, folder: Path) -> None:
-        arguments = (self.factory, str(folder), str(MOST_OPERATIONS))
+        arguments = (self.factory, str(folder), str(MAX_OPERATIONS))
         subprocess.run(
             child_command("tierckpt.testing.fault_injection", *arguments),
             env=child_environment(),
@@ -461,7 +461,7 @@ class BackendConformance:
 
 PLACE = BlockId("job", "5eed", 1, 8, 0, 2, 3)
 """Identity of the blocks in these tests; item sizes vary."""
-MOST_GROWTH = 1 << 26
+MAX_GROWTH = 1 << 26
 """Limit of the bytes decoded from a damaged block, however small."""
 
 
@@ -550,7 +550,7 @@ class CodecConformance:
             for _ in range(chance.randrange(1, 4)):
                 damaged[chance.randrange(min(len(damaged), 64))] ^= 1 << chance.randrange(8)
             with contextlib.suppress(CorruptShardError):
-                assert len(codec.decode(bytes(damaged), PLACE)) <= MOST_GROWTH
+                assert len(codec.decode(bytes(damaged), PLACE)) <= MAX_GROWTH
 
     def test_a_codec_that_claims_to_encrypt_is_tested_for_it(self, codec: Codec) -> None:
         """Encryption has to pass `HidingConformance`, too."""

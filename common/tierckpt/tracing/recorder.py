@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 ROW_NAMES = ("training", "copier", "launches", "allreduce", "agent")
 TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))
 
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """A longer file is not continued, however many steps are left."""
 END_SECONDS = 1.0
 """Time that the last boundary waits for reductions that have ended and are not recorded yet."""
@@ -304,8 +304,8 @@ class Trace:
                 lines.append(self._queue.popleft()())
             data = "".join(lines).encode()
             self._file.write(data)
-            if self._file.nbytes > MOST_BYTES:
-                raise OSError(f"the file is longer than {MOST_BYTES} bytes")
+            if self._file.nbytes > MAX_BYTES:
+                raise OSError(f"the file is longer than {MAX_BYTES} bytes")
         except Exception as error:
             file, self._file = self._file, None
             with contextlib.suppress(OSError):

@@ -348,7 +348,7 @@ def lanes(intervals: list[Interval]) -> list[int]:
     return chosen
 
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 TREE_ROW = "each rank's own state"
 """The row of the rank tree, which belongs to no layer."""
 
@@ -407,11 +407,11 @@ def rows_of_step(spans: Sequence[Span]) -> dict[str, str]:
     deepest = max((layer.count(".") for layer in layers), default=0)
     for depth in range(deepest, 0, -1):
         rows = {n: ".".join(n.split(".")[:-1][:depth]) or n for n in layers}
-        if len(set(rows.values())) <= MOST_ROWS:
+        if len(set(rows.values())) <= MAX_ROWS:
             break
     else:
         rows = {n: n.split(".")[0] for n in layers}
-    kept = list(dict.fromkeys(rows.values()))[: MOST_ROWS - 1]
-    few = len(set(rows.values())) <= MOST_ROWS
+    kept = list(dict.fromkeys(rows.values()))[: MAX_ROWS - 1]
+    few = len(set(rows.values())) <= MAX_ROWS
     shown = {n: row if few or row in kept else "others" for n, row in rows.items()}
     return shown | {n: n for s in spans if s.kind == "tree" for n in s.layers}

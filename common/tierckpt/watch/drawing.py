@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WIDE_COLUMNS = 100
 """A terminal with as many has room for the counts of events beside each level."""
-MOST_LINES = 8
+MAX_LINES = 8
 """Number of agents, and of versions under way, that are shown."""
 STYLES = {RUNS: "green", ENDING: "yellow", STOPPED: "red"}
 DAY_SECONDS = 86400.0
@@ -111,9 +111,9 @@ def _work(view: View, bars: bool) -> Iterator[RenderableType]:
     if view.work:
         yield ""
         yield Text("under way", "bold")
-        for work in view.work[:MOST_LINES]:
+        for work in view.work[:MAX_LINES]:
             yield _work_line(work, bars)
-        if (more := len(view.work) - MOST_LINES) > 0:
+        if (more := len(view.work) - MAX_LINES) > 0:
             yield f"  and {more} more; --json shows all"
 
 
@@ -153,10 +153,10 @@ def _agents(view: View) -> Iterator[RenderableType]:
     if view.agents:
         yield ""
         yield Text("agents on this machine", "bold")
-        for agent in view.agents[:MOST_LINES]:
+        for agent in view.agents[:MAX_LINES]:
             style = "red" if agent.state in (GONE, SILENT) else ""
             yield Text(f"  {_agent_text(agent, view.time_seconds)}", style)
-        if (more := len(view.agents) - MOST_LINES) > 0:
+        if (more := len(view.agents) - MAX_LINES) > 0:
             yield f"  and {more} more; --json shows all"
 
 
@@ -191,9 +191,9 @@ def _tail(view: View) -> Iterator[RenderableType]:
     yield ""
     if view.events is not None:
         yield from _events(view.events, view.time_seconds)
-    for version, reason in list(view.job.suspects.items())[-MOST_LINES:]:
+    for version, reason in list(view.job.suspects.items())[-MAX_LINES:]:
         yield Text(f"suspect, as replicas differed: {version}: {reason}", "yellow")
-    for text in view.problems[:MOST_LINES]:
+    for text in view.problems[:MAX_LINES]:
         yield Text(f"cannot be read: {text}", "yellow")
     for text in view.notes:
         yield Text(text, "dim")

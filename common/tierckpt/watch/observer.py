@@ -85,8 +85,8 @@ __all__ = [
 
 
 READ_BYTES = 32 << 20
-MOST_TAIL_BYTES = 128 << 10
-LEAST_TAIL_BYTES = 4 << 10
+MAX_TAIL_BYTES = 128 << 10
+MIN_TAIL_BYTES = 4 << 10
 FILES_AT_ONCE = 256
 KEPT = 64
 """Number of times that are kept for each rank and kind of work."""
@@ -187,7 +187,7 @@ class EventTails:
                 self._tails[rank] = _Tail(path, rank)
         if not self._tails:
             return None
-        each = max(LEAST_TAIL_BYTES, min(MOST_TAIL_BYTES, READ_BYTES // len(self._tails)))
+        each = max(MIN_TAIL_BYTES, min(MAX_TAIL_BYTES, READ_BYTES // len(self._tails)))
         read = [*self._tails.values()] if first else self._in_turn()
         for tail in read:
             self._read(tail, each)
@@ -293,7 +293,7 @@ def _slowest(tails: Iterable[_Tail]) -> list[Slow]:
     return found
 
 
-MOST_MANIFESTS = 256
+MAX_MANIFESTS = 256
 """Number of names at which the manifests of one version are looked for, to find its age."""
 
 
@@ -369,7 +369,7 @@ def _durable_since(row: Row, results: Sequence[LevelStatus]) -> float | None:
     with suppress(OSError):
         if row.level == LOCAL:
             keys = [ShardKey(_id(row), shard, row.shards) for shard in sorted(row.there)]
-            for place, key in islice(product(row.places, keys), MOST_MANIFESTS):
+            for place, key in islice(product(row.places, keys), MAX_MANIFESTS):
                 with suppress(OSError):
                     found.append(LocalStore(place).committed_seconds(key))
         elif row.level == PERSISTENT and not is_url(row.places[0]):
@@ -438,9 +438,9 @@ def steps_per_second(rows: Sequence[Row], now: float) -> float | None:
 
 
 LABEL = re.compile(r"(\d{5,})of(\d{5,})")
-MOST_VERSIONS = 2
+MAX_VERSIONS = 2
 """Number of unfinished versions that are looked into, the newest ones."""
-MOST_GROUPS = 16
+MAX_GROUPS = 16
 """Number of their unfinished groups that are looked into."""
 
 
@@ -469,7 +469,7 @@ def look_at(url: str, store: PersistentStore) -> PlaceView:
         lease = LeaseView(record.owner, record.expires_seconds) if record else None
         names = [name for name in store.incomplete() if not _retired(store, name)]
         newest = [name for name in names if record and name.run_id == record.run_id]
-        work = [_flush_work(store, name) for name in newest[-MOST_VERSIONS:]]
+        work = [_flush_work(store, name) for name in newest[-MAX_VERSIONS:]]
         return PlaceView(
             url, lease, tuple(each for each in work if each.done_shards < each.total_shards)
         )
@@ -504,7 +504,7 @@ def _missing(store: PersistentStore, name: VersionName) -> tuple[list[int], int]
     missing, unseen = list[int](), 0
     for number, group in enumerate(open_groups):
         members = range(group * per_group, min((group + 1) * per_group, name.shards))
-        if number >= MOST_GROUPS or f"{group:05d}of{count:05d}/" not in there:
+        if number >= MAX_GROUPS or f"{group:05d}of{count:05d}/" not in there:
             unseen += len(members)  # in shared files, which do not show their records
             continue
         files = store.backend.sizes(f"{name.stem}/{group:05d}of{count:05d}")
@@ -640,9 +640,9 @@ def _last_seen(seen: Seen, rows: Sequence[Row], state: str, now: float) -> float
     return max(times, default=None)
 
 
-MOST_TIMES = 10_000
+MAX_TIMES = 10_000
 """Number of versions whose times are kept."""
-MOST_NODES = 4096
+MAX_NODES = 4096
 """Number of directories whose claims are read."""
 
 
@@ -707,7 +707,7 @@ class Observer:
                 self._taken[name] = row.created_seconds
             else:
                 row.created_seconds = self._taken.get(name)
-        for name in [*self._taken][:-MOST_TIMES]:
+        for name in [*self._taken][:-MAX_TIMES]:
             del self._taken[name]
 
     def _see(self) -> Seen:
@@ -788,7 +788,7 @@ def _real(place: str) -> str:
 
 def _claims(directories: Sequence[Path]) -> list[tuple[Claim, bool]]:
     """The newest claims, one for each machine and process."""
-    found = [claim for folder in directories[:MOST_NODES] for claim in claims_in(folder)]
+    found = [claim for folder in directories[:MAX_NODES] for claim in claims_in(folder)]
     living = [claim for claim in found if claim[1]]
     return sorted(living or found, key=lambda each: each[0].host)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.crash.launcher import Job, Life
 from tierckpt.cli.main import main
 from tierckpt.journal.segments import BOUNDARY, FOLDER, HEAD_BYTES, STEP, FrameHead, names_in
-from tierckpt.journal.writer import MOST_WAITING
+from tierckpt.journal.writer import MAX_WAITING
 
 KILLED = {1: "kill@script:step=12,phase=backward"}
 JOURNAL_KILLS = [f"kill@journal:version=9,kind={kind}" for kind in (STEP, BOUNDARY)]
@@ -70,7 +70,7 @@ def test_a_restart_makes_the_steps_again(
         assert main(["list", str(journaled.store.directory)]) == 0
     rule = {0: "kill@script:step=17,phase=forward"}
     second = journaled.start(rule, gates={"second": 15}).waiting("second")
-    assert 12 - MOST_WAITING <= second.start <= 12
+    assert 12 - MAX_WAITING <= second.start <= 12
     if reboot:
         listed = f"the journal leads on to v{second.start}: a restart with local_journal_steps "
         assert f"{listed}makes {second.start - 1} steps after v1 again" in capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_a_restart_makes_the_steps_again(
     if reboot:
         journaled.reboot()
     third = journaled.live()
-    assert third.start >= 17 - MOST_WAITING, "through the second run, whatever is on disk of it"
+    assert third.start >= 17 - MAX_WAITING, "through the second run, whatever is on disk of it"
     journaled.ended_as_undisturbed()
     assert [files_of(journaled, rank) for rank in (0, 1)] == [[], []]
 
@@ -147,5 +147,5 @@ def test_a_full_disk_ends_the_journal_until_the_next_version(journaled: Job) -> 
     assert "the journal ends at v5" in notices(journaled, first, rank=1)
     assert "No space left on device" in notices(journaled, first, rank=1)
     resumed = journaled.live()
-    assert resumed.start >= 17 - MOST_WAITING, "it began again with v11"
+    assert resumed.start >= 17 - MAX_WAITING, "it began again with v11"
     journaled.ended_as_undisturbed()

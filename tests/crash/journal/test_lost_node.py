@@ -11,7 +11,7 @@ from tests.support.crash.launcher import Job, Life
 from tests.support.crash.scenario import RANKS
 from tierckpt.cli.main import main
 from tierckpt.journal.segments import FOLDER, ITSELF, names_in
-from tierckpt.journal.writer import MOST_WAITING
+from tierckpt.journal.writer import MAX_WAITING
 from tierckpt.storage.local import LocalStore
 
 LAST = 12
@@ -68,7 +68,7 @@ def test_the_steps_are_made_again_from_the_copy(
     assert main(["list", *(str(folder_of(job, r).parent) for r in {0, 1} - {node})]) == 0
     listed = capsys.readouterr().out
     resumed = job.live()
-    assert LAST - 1 - MOST_WAITING <= resumed.start <= LAST
+    assert LAST - 1 - MAX_WAITING <= resumed.start <= LAST
     assert f"leads on to v{resumed.start}" in listed
     assert f"the journal of rank {node} comes from a copy" in notices(job, resumed)
     assert "ends at" not in "".join(
@@ -88,7 +88,7 @@ def test_a_damaged_copy_ends_the_journal_there(job: Job) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     resumed = job.live()
-    assert 1 < resumed.start < LAST - 1 - MOST_WAITING
+    assert 1 < resumed.start < LAST - 1 - MAX_WAITING
     assert f"a part of the journal is not used: {path}" in notices(job, resumed)
     assert "rank 1 has the journal only up to" in notices(job, resumed)
     job.ended_as_undisturbed()

@@ -175,7 +175,7 @@ def sent_in_slices(root: int) -> tuple[list[list[int]], bool]:
         horovod().broadcast_parameters(named, root)
 
     with (
-        mock.patch.object(sending, "MOST_BYTES", LARGEST),
+        mock.patch.object(sending, "MAX_BYTES", LARGEST),
         mock.patch.object(sending, "hvd", mock.Mock(broadcast_parameters=send)),
     ):
         sending.send_tensors(mine, root)

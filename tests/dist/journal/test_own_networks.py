@@ -15,7 +15,7 @@ from tests.support.net_nodes import network_fixture
 from tests.support.restart_job import RestartJob, undisturbed_curves
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.journal.segments import FOLDER, names_in
-from tierckpt.journal.writer import MOST_WAITING
+from tierckpt.journal.writer import MAX_WAITING
 from tierckpt.testing.network import Network
 
 LATE_STEP = 20
@@ -76,7 +76,7 @@ def test_a_spare_goes_on_from_the_copy(job: RestartJob, network: Network) -> Non
     reached = job.step()
     job.over(first, 2)
     for rank in range(2):
-        assert job.starts(rank)[1]["start"] >= reached - MOST_WAITING
+        assert job.starts(rank)[1]["start"] >= reached - MAX_WAITING
     assert [job.curve(rank) for rank in range(2)] == undisturbed_curves(2)
     job.lost_nothing()
     assert [names_in(job.disks / f"node{node}" / FOLDER) for node in (0, 2)] == [[], []]

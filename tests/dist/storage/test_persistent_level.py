@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt.agent.flusher import MOST_SUPERSEDED
+from tierckpt.agent.flusher import MAX_SUPERSEDED
 from tierckpt.storage.persistent import PersistentStore, TimeSlots
 
 STEPS = 9
@@ -219,9 +219,9 @@ def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str
         for version in range(1, last + 1):
             train(job, ckpt, range(version - 1, version))
             ckpt.save(now=True)
-            if waiting and 2 <= version <= 1 + MOST_SUPERSEDED:
+            if waiting and 2 <= version <= 1 + MAX_SUPERSEDED:
                 until("skipped", version - 1, attached)
-            if not waiting and version <= 1 + MOST_SUPERSEDED:
+            if not waiting and version <= 1 + MAX_SUPERSEDED:
                 until("committed", version, attached)
             dist.barrier()
         assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])

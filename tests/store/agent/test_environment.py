@@ -538,7 +538,7 @@ def test_without_an_agent_waiting_work_fails_and_it_is_reported_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free for the memory level then; and the agent is tried again."""
-    monkeypatch.setattr(connection_states, "MOST_AGENTS", 2)
+    monkeypatch.setattr(connection_states, "MAX_AGENTS", 2)
     monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.1)
     client = client_of(shm_dir, tmp_path, 0, "new")
     client.settings.place().job.create()

@@ -16,8 +16,8 @@ from tests.support.facts import facts_of
 from tierckpt.agent import flusher as flusher_module
 from tierckpt.agent.flusher import (
     LEASE_PATIENCE_SECONDS,
-    MOST_ROUNDS,
-    MOST_SUPERSEDED,
+    MAX_ROUNDS,
+    MAX_SUPERSEDED,
     ROUND_SECONDS,
     STILL_UNDER_WAY,
     Flusher,
@@ -382,7 +382,7 @@ def test_trouble_that_passes_too_late_costs_no_other_nodes_part(
     broken, one = Broken(monkeypatch, errno.EIO), node(node=1, nodes=2)
     said = one.flush(order(1, 1))
     assert (type(said), said.superseded) == (FlushFailed, False)
-    assert clock.passed() > (MOST_ROUNDS - 1) * ROUND_SECONDS
+    assert clock.passed() > (MAX_ROUNDS - 1) * ROUND_SECONDS
     assert ShardKey(wanted.name.id, 1, SHARDS) not in one.held
     broken.mended = True
     assert part_of(place, wanted, 0) == 4096
@@ -724,13 +724,13 @@ def test_versions_that_are_never_completed_do_not_fill_the_place(
     for version in range(2, 12):
         for n in {0, 1, 2} - {failing}:
             nodes[n].flush(having(whole[n], id=VersionId(1, version)))
-        oldest = version - STILL_UNDER_WAY - MOST_SUPERSEDED * drops
+        oldest = version - STILL_UNDER_WAY - MAX_SUPERSEDED * drops
         under_way = set(range(max(2, oldest), version + 1))
         assert under_way <= set(begun(place)), "others may be at these"
     left = [version for version in begun(place) if version > 1]
     assert left == list(range(left[0], 12))
     most = STILL_UNDER_WAY + 2 if failing == 0 else STILL_UNDER_WAY + 1
-    assert len(left) <= most + MOST_SUPERSEDED * drops, left
+    assert len(left) <= most + MAX_SUPERSEDED * drops, left
     assert versions(place) == [1], "existing versions are left alone"
     told = [text for each in nodes for text in each.warnings()]
     assert any("The parts of the version are removed" in text for text in told) != drops

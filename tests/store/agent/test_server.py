@@ -446,9 +446,9 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
     flush: Any = Flush(now - agent.STUCK_SECONDS if hangs else now)
     server = agent.Agent(linger_seconds=0.0)
     server._flushers[flush] = flush
-    let_go = threading.Event()
+    unneeded = threading.Event()
     listener = settings.place().listen()
-    thread = threading.Thread(target=server.serve, args=(listener, let_go.set), daemon=True)
+    thread = threading.Thread(target=server.serve, args=(listener, unneeded.set), daemon=True)
     thread.start()
     if not hangs:
         thread.join(0.5)
@@ -457,7 +457,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
         server._wake.send(b"\0")
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
-    assert let_go.is_set(), "a reader of the job's output need not wait for the store"
+    assert unneeded.is_set(), "a reader of the job's output need not wait for the store"
     server.close()
     listener.close()
 

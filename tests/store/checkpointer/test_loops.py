@@ -200,18 +200,18 @@ def calls_of(path: Path, settings: dict[str, Any]) -> Counter[tuple[str, str, st
     return Counter({each: calls for each, calls in called.items() if calls > STEPS_COUNTED // 4})
 
 
-MOST_FUNCTIONS, MOST_CALLS = 102, 102
+MAX_FUNCTIONS, MAX_CALLS = 102, 102
 """In a step that takes nothing."""
 
 
 def test_a_step_that_takes_nothing_calls_few_functions(path: Path, settings: Any) -> None:
     off = {**settings, "memory_every_steps": 0, "local_every_steps": 0, "local_every_seconds": 0}
     called = calls_of(path, off)
-    assert 0 < len(called) <= MOST_FUNCTIONS
-    assert called.total() / STEPS_COUNTED <= MOST_CALLS
+    assert 0 < len(called) <= MAX_FUNCTIONS
+    assert called.total() / STEPS_COUNTED <= MAX_CALLS
 
 
-MOST_FUNCTIONS_OF_VERSION, MOST_CALLS_OF_VERSION = 325, 420
+MAX_FUNCTIONS_OF_VERSION, MAX_CALLS_OF_VERSION = 325, 420
 """In a step with a version to memory."""
 
 
@@ -224,6 +224,6 @@ def test_a_version_calls_few_functions_and_the_copier_none(
     monkeypatch.setattr(snapshot, "LINGER_SECONDS", 1e6)
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
     called = calls_of(path, {**settings, "local_every_steps": 0, "local_every_seconds": 0})
-    assert 0 < len(called) <= MOST_FUNCTIONS_OF_VERSION
-    assert called.total() / STEPS_COUNTED <= MOST_CALLS_OF_VERSION
+    assert 0 < len(called) <= MAX_FUNCTIONS_OF_VERSION
+    assert called.total() / STEPS_COUNTED <= MAX_CALLS_OF_VERSION
     assert not {each for each in called if "snapshot" in each[1] and each[0] == "tierckpt-copier"}

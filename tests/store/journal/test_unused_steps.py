@@ -190,12 +190,12 @@ def test_commands_that_read_versions_name_the_steps_after_them(
     assert "journal" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limit", ["MOST_STEPS", "MOST_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_STEPS", "MAX_BYTES"])
 def test_gradients_of_many_steps_are_not_kept_in_memory(
     limit: str, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop calls `step()` too rarely: the journal ends, not the training."""
-    monkeypatch.setattr(recorder, limit, 4 if limit == "MOST_STEPS" else 5 * PAGE_BYTES)
+    monkeypatch.setattr(recorder, limit, 4 if limit == "MAX_STEPS" else 5 * PAGE_BYTES)
     loop, events = Loop(adam), list[tierckpt.Event]()
     ckpt = attach(loop, tmp_path / "ckpts", shm_dir, on_event=events.append)
     train(loop, ckpt, 2)
@@ -204,6 +204,6 @@ def test_gradients_of_many_steps_are_not_kept_in_memory(
     train(loop, ckpt, 1)
     ckpt.abandon()
     (text,) = [event.message for event in events if "without a boundary" in event.message]
-    steps = 4 if limit == "MOST_STEPS" else 6
+    steps = 4 if limit == "MAX_STEPS" else 6
     assert f"the journal ends at v2: {steps} optimizer steps were made without a boundary" in text
     assert "Call step() of the checkpointer more often" in text

@@ -90,14 +90,14 @@ def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0)
     monkeypatch.setattr(cuda, "BATCH_BYTES", 64 * 1024)
     made = CpuLane(room=True, device=device)
-    let_go = cuda.CudaSnapshot._let_go
+    release_batch = cuda.CudaSnapshot._release_batch
 
     def checked(self: cuda.CudaSnapshot) -> None:
-        let_go(self)
+        release_batch(self)
         if self.phase is snapshot.Phase.OPEN:
             assert compute.waited_for == made.stream.enqueued  # else training would not wait
 
-    monkeypatch.setattr(cuda.CudaSnapshot, "_let_go", checked)
+    monkeypatch.setattr(cuda.CudaSnapshot, "_release_batch", checked)
     yield made
     made.close()
 

@@ -24,7 +24,7 @@ from tierckpt.group import SingleGroup
 from tierckpt.storage import claims, file_lock
 from tierckpt.storage.claims import (
     CLAIM_PREFIX,
-    MOST_STARTERS,
+    MAX_STARTERS,
     Claim,
     DirectoryClaim,
     Launch,
@@ -323,8 +323,8 @@ def test_where_proc_is_of_another_namespace_no_agent_is_found(
 
 def test_two_runs_with_many_starters_share_some_of_their_ids() -> None:
     one = [f"{number:016x}" for number in range(3000)]
-    assert smallest(one) == tuple(one[:MOST_STARTERS])
-    assert len(set(smallest(one[::2])) & set(smallest(one))) == MOST_STARTERS // 2
+    assert smallest(one) == tuple(one[:MAX_STARTERS])
+    assert len(set(smallest(one[::2])) & set(smallest(one))) == MAX_STARTERS // 2
 
 
 def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:

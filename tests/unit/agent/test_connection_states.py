@@ -17,7 +17,7 @@ from tierckpt.agent.connection_states import (
     GONE_SECONDS,
     JOIN_SECONDS,
     LINKED,
-    MOST_AGENTS,
+    MAX_AGENTS,
     OUTDATED,
     START_SECONDS,
     AcceptWelcome,
@@ -50,7 +50,7 @@ from tierckpt.agent.connection_states import (
 )
 
 NOW = 1000.0
-ALL = tuple(range(MOST_AGENTS))
+ALL = tuple(range(MAX_AGENTS))
 NEEDED = Standing(needed=True)
 STARTING = Standing(State.STARTING, needed=True, follows=True, unproved=True, since=NOW)
 GREETING = Standing(State.GREETING, needed=True, since=NOW)

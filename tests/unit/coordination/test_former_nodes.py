@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierckpt.agent.protocol import AgentAddress, KnownNodes
-from tierckpt.coordination.peers import MOST_NAMED, FormerNodes
+from tierckpt.coordination.peers import MAX_NAMED, FormerNodes
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 
@@ -50,10 +50,10 @@ def test_each_is_named_with_all_reasons(closed_port: int) -> None:
 def test_of_many_the_first_few_and_how_many_more(closed_port: int) -> None:
     nodes = [
         AgentAddress(f"n{i}/boot", "127.0.0.1", closed_port, "of this")
-        for i in range(MOST_NAMED + 5)
+        for i in range(MAX_NAMED + 5)
     ]
     *named, rest = look(*nodes).silent
-    assert len(named) == MOST_NAMED
+    assert len(named) == MAX_NAMED
     assert rest == "5 more nodes did not answer either: n4, n5, n6 and 2 more"
 
 

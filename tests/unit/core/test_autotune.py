@@ -12,8 +12,8 @@ from tierckpt.config import load_config
 from tierckpt.core.decisions import LevelVote, Schedule, Vote
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT
 from tierckpt.core.tuning import (
-    ENOUGH_STEPS,
     LOOK_STEPS,
+    MIN_STEPS,
     Change,
     Cost,
     CostEstimate,
@@ -126,7 +126,7 @@ class Training:
 
 def test_nothing_is_reported_before_enough_samples() -> None:
     training = Training(memory=0.01)
-    training.run(ENOUGH_STEPS - 1, memory_every=1000)
+    training.run(MIN_STEPS - 1, memory_every=1000)
     assert training.meter.figures() == CostEstimate()
     training.run(2, memory_every=1000)
     assert training.meter.figures().step_us == pytest.approx(1e6 * STEP_SECONDS, rel=1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierckpt.core.branches import (
-    MOST_HONOURED,
+    MAX_HONOURED,
     Rollback,
     RollbackRequest,
     check_alike,
@@ -23,7 +23,7 @@ def test_the_newest_record_counts_with_the_requests_of_all() -> None:
     assert merged_rollbacks(records) == Rollback(5, 30, ("a", "rollback_to 80", "b"))
     assert merged_rollbacks([]) is None
     many = Rollback(1, 1, tuple(map(str, range(100))))
-    assert merged_rollbacks([many]) == Rollback(1, 1, many.honoured[-MOST_HONOURED:])
+    assert merged_rollbacks([many]) == Rollback(1, 1, many.honoured[-MAX_HONOURED:])
 
 
 def test_a_request_is_pending_until_a_record_names_it() -> None:

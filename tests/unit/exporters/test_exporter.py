@@ -121,7 +121,7 @@ def test_a_job_ends_although_its_exporter_does_not(
             return go_on.wait(60)
 
     monkeypatch.setattr(module, "END_SECONDS", 0.01)
-    monkeypatch.setattr(module, "MOST_EVENTS", 2)
+    monkeypatch.setattr(module, "MAX_EVENTS", 2)
     exporter = Stuck()
     exporter.on_attached(JOB)
     thread = exporter._thread

@@ -448,7 +448,7 @@ def test_garbage_on_the_port_is_hung_up_on_and_does_no_harm(sent: bytes, tmp_pat
 def test_the_number_of_unauthenticated_connections_is_limited(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tierckpt.peer.transport.MOST_UNVERIFIED", 2)
+    monkeypatch.setattr("tierckpt.peer.transport.MAX_UNVERIFIED", 2)
     with Members(tmp_path, CODE, [8192] * 3) as members:
         address = (members.addresses[0].host, members.addresses[0].port)
         with (

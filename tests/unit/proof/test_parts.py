@@ -16,7 +16,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.proof.records import RankRun, Writer, read
 from tierckpt.proof.runs import ProveError, Run
 from tierckpt.proof.verdict import (
-    MOST_NAMES,
+    MAX_NAMES,
     Departure,
     IncomparableError,
     cause,
@@ -156,7 +156,7 @@ def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
 
 
 def test_an_option_is_named_before_many_weights() -> None:
-    weights = tuple(f"model/{i}" for i in range(MOST_NAMES))
+    weights = tuple(f"model/{i}" for i in range(MAX_NAMES))
     name = "options/opt[0]/lr"
     found = Departure(2, (*weights, name), (0,), {name: ("float 0.1", "float 0.2")}, 9)
     assert description(found).startswith("7 of 9 names: options/opt[0]/lr (0.1 and 0.2), model/0,")

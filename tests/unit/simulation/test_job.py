@@ -207,7 +207,7 @@ def test_transfers_end_however_late_it_is() -> None:
 
 def test_a_job_that_can_never_get_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit of the wall time it would be simulated without end."""
-    monkeypatch.setattr(job_module, "MOST_WITHOUT_PROGRESS", 1000)
+    monkeypatch.setattr(job_module, "MAX_WITHOUT_PROGRESS", 1000)
     often = Failures(job_every_seconds=3.0)
     endless = Job(ranks=16, step_seconds=1.0, length_seconds=math.inf, work_seconds=100.0)
     with pytest.raises(ConfigError, match=r"1,001 failures in a row.*give \[job\] length"):

@@ -78,7 +78,7 @@ def test_tensors_with_adjacent_memory_are_copied_apart(device: LateDevice) -> No
 def test_a_copy_has_a_limit(
     plan: CopyPlan, sources: Sources, device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "MOST_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(cuda, "MAX_COPY_BYTES", 1 << 20)
     target = np.zeros(plan.layout.nbytes, np.uint8)
     device.copies.enqueue(
         sources, range(len(plan.layout.blocks)), target.ctypes.data, device.compute
@@ -140,7 +140,7 @@ def test_tensors_on_the_host_with_gaps_or_small_are_left_to_torch(
     found = Sources.of(plan)
     for block, direct in zip(plan.layout.blocks, found.direct, strict=True):
         mean_bytes = block.nbytes / len(block.parts)
-        assert direct == (len(block.parts) == 1 or mean_bytes >= cuda.LEAST_SEGMENT_BYTES)
+        assert direct == (len(block.parts) == 1 or mean_bytes >= cuda.MIN_SEGMENT_BYTES)
     assert {True, False} == {*found.direct}
     assert found.split([0, len(found.direct) - 1])[0] == [0]
     gap = next(i for i, t in enumerate(plan.sources) if t.dim() == 2)

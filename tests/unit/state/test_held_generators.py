@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tierckpt.state.extras import MOST_MEMBERS, HeldGenerators, generator_state
+from tierckpt.state.extras import MAX_MEMBERS, HeldGenerators, generator_state
 
 named = np.random.default_rng(1)
 """A global variable, as scripts have them."""
@@ -46,7 +46,7 @@ class Samples(Dataset[float]):
     def __init__(self) -> None:
         self.transforms = [Jitter(), Module()]
         self.old, self.same = np.random.RandomState(3), None
-        self.data = [np.random.default_rng(i) for i in range(MOST_MEMBERS + 1)]
+        self.data = [np.random.default_rng(i) for i in range(MAX_MEMBERS + 1)]
         self.loop = self
         self.generator: Any = None
 

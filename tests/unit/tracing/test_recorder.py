@@ -337,7 +337,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
 def test_a_file_that_is_too_long_is_not_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_module, "MOST_BYTES", 3000)
+    monkeypatch.setattr(trace_module, "MAX_BYTES", 3000)
     found = Recording(tmp_path / "trace.json", steps=1000)
     version = 0
     while found.boundary(version) is not None:

@@ -79,7 +79,7 @@ def test_later_looks_read_only_what_was_added(
 def test_of_a_long_file_only_the_end_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer, "MOST_TAIL_BYTES", 4096)
+    monkeypatch.setattr(observer, "MAX_TAIL_BYTES", 4096)
     write(tmp_path, 0, *(sealed(version, 0.001) for version in range(200)), skipped(200))
     seen = look(EventTails(tmp_path))
     assert 5 < seen.counts["sealed/memory"] < 30

@@ -213,7 +213,7 @@ def _defaults(chosen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MOST_PARTS = 9_000
+MAX_PARTS = 9_000
 """S3 accepts 10,000 parts for an upload; larger objects get larger parts."""
 
 
@@ -278,7 +278,7 @@ class FsspecBackend:
             raise
 
     def _upload(self, name: str, content: Content, nbytes: int) -> None:
-        part_bytes = max(WINDOW_BYTES, nbytes // MOST_PARTS)
+        part_bytes = max(WINDOW_BYTES, nbytes // MAX_PARTS)
         _faults.point("file", op="open", target=name)
         file = self._fs.open(self._path(name), "wb", block_size=part_bytes, autocommit=False)
         try:

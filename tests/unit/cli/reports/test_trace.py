@@ -14,7 +14,7 @@ import pytest
 from tierckpt.cli import main
 from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
 from tierckpt.tracing.timeline import (
-    MOST_ROWS,
+    MAX_ROWS,
     TREE_ROW,
     Span,
     Timeline,
@@ -165,15 +165,15 @@ def test_each_ranks_own_state_has_a_row_of_its_own(tmp_path: Path) -> None:
     timeline = load([write_trace(tmp_path, 0)], None)
     step = step_of(timeline, 0, 2)
     assert [s.layers for s in step if s.kind == "tree"] == [(TREE_ROW,)]
-    rows = rows_of_step([*spans_of([f"p{i}" for i in range(MOST_ROWS - 1)]), *step])
-    assert len(set(rows.values())) == MOST_ROWS + 1
+    rows = rows_of_step([*spans_of([f"p{i}" for i in range(MAX_ROWS - 1)]), *step])
+    assert len(set(rows.values())) == MAX_ROWS + 1
     assert rows[TREE_ROW] == TREE_ROW
 
 
 def test_layers_without_a_common_parent_share_the_last_row() -> None:
     rows = list(rows_of_step(spans_of([f"p{i}" for i in range(50)])).values())
-    assert len(set(rows)) == MOST_ROWS
-    assert rows.count("others") == 50 - MOST_ROWS + 1
+    assert len(set(rows)) == MAX_ROWS
+    assert rows.count("others") == 50 - MAX_ROWS + 1
 
 
 def test_the_typical_step_is_the_median_of_those_all_ranks_have() -> None:

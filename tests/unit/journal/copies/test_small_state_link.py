@@ -17,7 +17,7 @@ from tierckpt.journal import copies
 from tierckpt.journal.copies import Keeper, SmallStateReceiver, SmallStateSender
 from tierckpt.journal.segments import SegmentName
 from tierckpt.journal.steps import CopiedTree, Image
-from tierckpt.journal.writer import CLOSE_SECONDS, MOST_WAITING, Draft, last_frame
+from tierckpt.journal.writer import CLOSE_SECONDS, MAX_WAITING, Draft, last_frame
 from tierckpt.peer.wire import reach
 
 SECRET = b"of this run"
@@ -128,7 +128,7 @@ def test_a_keeper_that_takes_nothing_costs_a_bounded_number_of_records(pair: Pai
     large = torch.zeros(16 << 20, dtype=torch.uint8)  # more than a connection holds
     small = Image(bytes(PAGE_BYTES), large, (len(large),), CopiedTree(large[:0]))
     pair.send(*(replace(draft(number), small=small) for number in range(1, 50)))
-    assert pair.sender._waiting <= MOST_WAITING + 1
+    assert pair.sender._waiting <= MAX_WAITING + 1
     assert "not taken fast enough" in pair.why_not(draft(30))
 
 
