@@ -714,8 +714,8 @@ def _refuse_other_batches(place: _Place, loader: Iterable[Any]) -> None:
     now, saved = _batch_size(loader), place.batch_size
     if saved is not None and now is not None and now != saved:
         raise TierckptError(
-            f"the checkpoint was taken within an epoch with batch_size={saved}, and this loader has "
-            f"batch_size={now}: the samples to skip would not be those trained on. Set "
+            f"the checkpoint was taken within an epoch with batch_size={saved}, and this loader "
+            f"has batch_size={now}: the samples to skip would not be those trained on. Set "
             f"batch_size={saved}, or start the next epoch with set_epoch({place.epoch + 1})"
         )
 

@@ -519,8 +519,9 @@ class Agent:
         """Accept trainers until there is none to serve or to wait for any more.
 
         `starter` is a descriptor of the process that started this one; None: it has ended already.
-        `when_unneeded` is called, possibly several times, once that process has ended or all trainers have
-        left, even with work in progress: readers of their output must not wait for this process.
+        `when_unneeded` is called, possibly several times, once that process has ended or all
+        trainers have left, even with work in progress: readers of their output must not wait for
+        this process.
         """
         nobody_before, looked_again = time.monotonic() + FIRST_CLIENT_SECONDS, False
         with selectors.DefaultSelector() as selector:
