@@ -472,8 +472,11 @@ class OwnMarks:
                 return
 
     def _own_folders(self) -> list[str]:
-        """Directories of this job that this node has."""
-        found = [str(self._config.directory)] if self._config.uses(LOCAL) else []
+        """Directories of this job that this node has. `tierckpt fork` does not know the settings:
+        it keeps files beside a level that this job may not use."""
+        here, found = str(self._config.directory), list[str]()
+        if self._config.uses(LOCAL) or KeptFiles.all_in(here):
+            found = [here]
         far = self._config.persistent.path if self._config.uses(PERSISTENT) else ""
         return found + ([directory_of(far)] if far and not is_url(far) else [])
 

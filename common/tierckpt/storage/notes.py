@@ -437,11 +437,17 @@ class KeptFiles:
         durable.sync(self.folder)
 
     @staticmethod
-    def remove_all(place: str | os.PathLike[str]) -> None:
-        """Remove all such folders of the directory, also one that a killed start left."""
+    def all_in(place: str | os.PathLike[str]) -> list[Path]:
+        """All such folders of the directory, also one that a killed start left."""
         with contextlib.suppress(FileNotFoundError):
-            for each in [each for each in Path(place).iterdir() if is_kept(each)]:
-                shutil.rmtree(each)
+            return [each for each in Path(place).iterdir() if is_kept(each)]
+        return []
+
+    @staticmethod
+    def remove_all(place: str | os.PathLike[str]) -> None:
+        """Remove these folders."""
+        for each in KeptFiles.all_in(place):
+            shutil.rmtree(each)
 
 
 def _link(path: Path, target: Path) -> None:

@@ -293,6 +293,15 @@ def test_the_source_may_be_deleted_if_its_files_have_second_names(
         assert job.fingerprint() == state
 
 
+def test_files_with_second_names_serve_a_job_without_the_local_level(places: Places) -> None:
+    state = places.train("a")
+    assert main(["fork", places["a"], places["b"]]) == 0
+    shutil.rmtree(places["a"])
+    with places.job("b", local_every_steps=0, local_every_seconds=0) as job:
+        assert job.restore() == STEPS
+        assert job.fingerprint() == state
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_another_job_under_the_path_of_the_source_is_not_taken_for_it(
     places: Places, links: bool, monkeypatch: pytest.MonkeyPatch
