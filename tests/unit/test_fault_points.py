@@ -39,7 +39,7 @@ SWEEPS = {
     "storage/persistent/backends.py": of_files(
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),
-    "interchange/formats.py": EXPORT_KILLS,
+    "cli/exchange.py": EXPORT_KILLS,
     "files/versions.py": FILES_KILLS,
     "journal/writer.py": JOURNAL_KILLS,
     "lineage/fork.py": FORK_KILLS[1:3],

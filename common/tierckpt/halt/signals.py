@@ -388,6 +388,6 @@ def _release_in_child(signals: Signals | None) -> None:
 
 
 def _shield_worker(signals: Signals) -> None:
-    """In a child of multiprocessing, perhaps a DataLoader's worker; see `dataloader_workers`."""
+    """In a child of multiprocessing, perhaps a DataLoader's worker."""
     if signals.received is not None or not signals._over:
         shield_worker(signals._previous, signals._pid)

@@ -90,7 +90,7 @@ def test_a_shm_dir_that_is_missing_is_a_cross(tmp_path: Path) -> None:
 
 def test_a_shm_dir_on_a_disk_is_a_cross(tmp_path: Path) -> None:
     kind = machine.mount_of(tmp_path).kind
-    if kind in machine.MEMORY:
+    if kind in machine.MEMORY_KINDS:
         pytest.skip("the test's folder is in memory")
     (found,) = machine.shared_memory(Subject(Config(shm_dir=str(tmp_path))))
     assert found.mark is Mark.CROSS
