@@ -1,7 +1,7 @@
 """The formats of other tools, by name.
 
-A format says how a source is recognized, read, and written. A folder with the routed files of a version has one folder for each rank that
-wrote some.
+A format says how a source is recognized, read, and written. A folder with the routed files of a
+version has one folder for each rank that wrote some.
 """
 
 from __future__ import annotations
