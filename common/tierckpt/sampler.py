@@ -111,6 +111,9 @@ class Position:
     end_is_done: bool = False
     """Set by the checkpointer while it takes a version between boundaries. `end_is_done`: the loop
     has done its work at the end of the epoch."""
+    note_end: Callable[[], None] | None = None
+    """Called when the last batch was trained on. Set by the checkpointer where no boundary comes
+    before the loop's work at the end of the epoch."""
 
     def passed(self) -> None:
         """Do nothing at a boundary: the sampler's `step()` reports the batches."""
@@ -231,6 +234,8 @@ class ResumableSampler(Sampler[list[int]]):
             )
         position.taken = current.deal.end(position.taken)
         position.at_end = current.deal.batches(position.taken) == 0
+        if position.at_end and position.note_end is not None:
+            position.note_end()
 
     def deal_to(self, rank: int, ranks: int) -> None:
         """The ranks have changed (Horovod elastic, after a reset); start a new pass."""

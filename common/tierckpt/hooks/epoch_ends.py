@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class EpochEnds:
             if isinstance(place, ResumableLoader):
                 place.stepped()
                 self._note_end(place)
+            elif place.note_end is None:  # its batch is reported after the optimizer's step
+                place.note_end = partial(self._note_end, place)
 
     def passed(self) -> None:
         """Record the end of an iteration: its batch was trained on."""

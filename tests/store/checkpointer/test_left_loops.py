@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import tierckpt
 from ddp_ckpt import Checkpointer
@@ -86,3 +86,53 @@ def test_the_next_steps_are_those_of_the_undisturbed_loop(
     parts = [train(tmp_path, boundary, own_generator, each) for each in (*ends, never)]
     assert len(parts[0]) == step
     assert [*itertools.chain(*parts)] == whole
+
+
+def schedule_of(path: Path | None, boundary: str, until: str) -> tuple[int, float]:
+    """Train two epochs with a sampler, or `until` the last batch of the first epoch is trained on,
+    or its end is done; returns the epochs that the schedule counted, and the learning rate."""
+    torch.manual_seed(1)
+    samples = torch.arange(float(SAMPLES))[:, None]
+    sampler = tierckpt.ResumableSampler(samples, BATCH, rank=0, ranks=1)
+    data = DataLoader(TensorDataset(samples), batch_sampler=sampler)
+    model = torch.nn.Linear(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ckpt = None
+    if path is not None:
+        extra = {"schedule": schedule, "position": sampler.position}
+        ckpt = Checkpointer(model, optimizer, path=path, boundary=boundary, extra=extra)
+        ckpt.restore()
+
+    def epochs() -> Iterator[int]:
+        for epoch in range(sampler.epoch, 2):
+            sampler.set_epoch(epoch)
+            yield epoch
+
+    for _ in epochs():
+        for (batch,) in data:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            sampler.step()
+            if ckpt and boundary == "explicit":
+                ckpt.step()
+        if until == "trained":
+            break
+        schedule.step()
+        if until == "done":
+            break
+    if ckpt:
+        ckpt.save(now=True)
+        ckpt.abandon()
+    return schedule.last_epoch, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # restored, then stepped
+@pytest.mark.parametrize("boundary", ["explicit", "forward"])
+@pytest.mark.parametrize("until", ["trained", "done"])
+def test_the_work_at_the_end_of_an_epoch_is_done_once(
+    until: str, boundary: str, tmp_path: Path
+) -> None:
+    schedule_of(tmp_path, boundary, until)
+    assert schedule_of(tmp_path, boundary, "end") == schedule_of(None, boundary, "end")
