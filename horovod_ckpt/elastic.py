@@ -68,7 +68,7 @@ from tierckpt.state.training_state import TrainingState, label_optimizers
 
 from .broadcast import send_loose_parameters, send_model, send_optimizer_state, send_remainders
 
-__all__ = ["NOTHING_HEARD", "ElasticAdapter", "ElasticSampler", "TorchState", "run"]
+__all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 NOTHING_HEARD = 1

@@ -52,15 +52,7 @@ from tierckpt.state.witness import Ways
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = [
-    "Checkpointer",
-    "ResumedLoader",
-    "attach",
-    "check",
-    "model_of",
-    "objects_of",
-    "optimizers_of",
-]
+__all__ = ["Checkpointer", "ResumedLoader", "attach"]
 
 
 ACCELERATE = Framework(*_version.ACCELERATE)

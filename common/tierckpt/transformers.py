@@ -54,17 +54,7 @@ from tierckpt.settings import Arguments
 from tierckpt.state.extras import Generator
 from tierckpt.state.witness import Ways
 
-__all__ = [
-    "MARK",
-    "Fit",
-    "TierTrainer",
-    "TierTrainerMixin",
-    "TrainerArguments",
-    "TrainingData",
-    "TrainingState",
-    "check",
-    "skipping",
-]
+__all__ = ["TierTrainer", "TierTrainerMixin"]
 
 
 TRANSFORMERS = Framework(*_version.TRANSFORMERS)
