@@ -178,6 +178,9 @@ class ResumableLoader(Generic[Batch]):
         last optimizer step if `_sees_steps`."""
         self._sees_steps = False
         """`stepped` is called."""
+        self._untrained: tuple[_Streams, _Streams, Fingerprint | None] | None = None
+        """Of the first batch after those, once a second one was taken (the loop accumulates
+        gradients): the states before the batch before it, and before itself; its fingerprint."""
         self._was_used = False
         """The pass has met a boundary."""
         self._was_between = False
@@ -315,6 +318,8 @@ class ResumableLoader(Generic[Batch]):
                     "another epoch was started, or a checkpoint restored, since this pass started; "
                     "iterate over the ResumableLoader again"
                 )
+            if place.batches == self._trained + 1:
+                self._untrained = self._earlier, self._before, self._newest
             self._earlier, self._before = self._before, self._streams()
             if place.batches == 0 and self._opened is not None:
                 self._opened = self._before if self._opened.differs(self._before) else None
@@ -359,6 +364,8 @@ class ResumableLoader(Generic[Batch]):
             rest = self._pass(place, batches)
             if state["held"]:
                 rest = itertools.chain([newest], rest)
+            if state.get("redrawn"):  # the loop had gone on from there
+                now = self._streams()
         other += [] if (lost := self._set(now)) is None else [lost]
         self._resuming, self._resumed = None, state
         self._trained = place.batches - bool(state["held"])
@@ -553,6 +560,8 @@ class ResumableLoader(Generic[Batch]):
         place, now = self._place, self._streams()
         if self.end_is_done or self._was_between:
             return self._next_epoch(now)
+        if (held_first := self._first_held) is not None:
+            return self._before_held(*held_first, now.own)
         early = in_forward and not self.between
         untrained = early or self._ahead > 0 or self._is_one_too_far
         then = now if in_forward and untrained else None
@@ -579,6 +588,34 @@ class ResumableLoader(Generic[Batch]):
     def _is_one_too_far(self) -> bool:
         """The loop took a batch, and ended before it had trained on it."""
         return self.between and self._place.batches > self._trained
+
+    @property
+    def _first_held(self) -> tuple[_Streams, _Streams, Fingerprint | None] | None:
+        """As `_untrained`, if the loop is left with batches that it has not trained on."""
+        place, loop_decides = self._place, type(self) is ResumableLoader and not self._ahead
+        count = place.batches - self._trained
+        if not (self.between and loop_decides) or count < 1 or place.ended:
+            return None
+        return self._untrained if count > 1 else (self._earlier, self._before, self._newest)
+
+    def _before_held(
+        self, earlier: _Streams, before: _Streams, newest: Fingerprint | None, own: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The state with the first held batch as the newest one. Gradients are no part of a
+        version: the resumed pass gives all of them again, with the random numbers after it."""
+        reads_again = self._trained > 0 and self._skip != "none"
+        return {
+            "place": {**vars(self._place), "batches": self._trained + 1},
+            "held": True,
+            "earlier": earlier.packed() if reads_again else None,
+            "first": self._first.packed(),
+            "opened": None if self._opened is None else self._opened.packed(),
+            "before": before.packed(),
+            "own": own,
+            "now": None,
+            "redrawn": True,
+            "witness": None if newest is None else newest.packed(),
+        }
 
     def _next_epoch(self, now: _Streams) -> dict[str, Any]:
         """The state of a loader before the next epoch, with the generators as they are."""

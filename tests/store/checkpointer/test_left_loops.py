@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import tierckpt
 from ddp_ckpt import Checkpointer
 
-SAMPLES, BATCH, EPOCHS = 20, 4, 3
+SAMPLES, BATCH, EPOCHS = 16, 2, 2
 PER_EPOCH = SAMPLES // BATCH
-Steps = list[tuple[int, float, float]]
-"""Of each step its number, the sum of its batch, and its loss."""
+Batches = list[tuple[int, float, float]]
+"""Of each batch its number in the job, its sum, and its loss."""
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -28,8 +28,11 @@ class Noisy(Dataset[torch.Tensor]):
         return index + torch.rand(1)
 
 
-def train(path: Path | None, boundary: str, own_generator: bool, stop: tuple[str, int]) -> Steps:
-    """Train until `stop`, after a step or with the next batch taken; returns what each step saw."""
+def train(
+    path: Path | None, boundary: str, own_generator: bool, passes: int, stop: tuple[str, int]
+) -> Batches:
+    """Train until that batch of the job is "taken", or its gradients are "made"; `passes` batches
+    make a step. Returns what the steps were made from."""
     torch.manual_seed(1)
     generator = torch.Generator().manual_seed(5) if own_generator else None
     plain = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=generator)
@@ -41,29 +44,30 @@ def train(path: Path | None, boundary: str, own_generator: bool, stop: tuple[str
         objects = {"boundary": boundary, "extra_per_rank": {"data": data}}
         ckpt = Checkpointer(model, optimizer, path=path, **objects)
     done = ckpt.restore() if ckpt else 0
-    count, seen = itertools.count(int(done) + 1), []
+    count, seen = itertools.count(int(done) * passes + 1), []
 
     def batches() -> Iterator[tuple[int, torch.Tensor]]:
         for _ in range(data.epoch, EPOCHS):
             for batch in data:
                 yield next(count), batch
 
-    for step, batch in batches():
-        if stop == ("taken", step):
+    for number, batch in batches():
+        if stop == ("taken", number):
             break
         loss = model(batch).sum()
-        optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        seen.append((step, batch.sum().item(), loss.item()))
-        if ckpt and boundary == "explicit":
-            ckpt.step()
-        if stop == ("trained", step):
+        seen.append((number, batch.sum().item(), loss.item()))
+        if number % passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            if ckpt and boundary == "explicit":
+                ckpt.step()
+        if stop == ("made", number):
             break
     if ckpt:
         ckpt.save(now=True)
         ckpt.abandon()
-    return seen
+    return seen[: len(seen) // passes * passes]
 
 
 @pytest.fixture(autouse=True)
@@ -74,17 +78,29 @@ def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("boundary", ["explicit", "forward"])
-@pytest.mark.parametrize("step", [PER_EPOCH - 2, PER_EPOCH])
-@pytest.mark.parametrize("where", ["trained", "taken"])
+@pytest.mark.parametrize(
+    ("passes", "where", "number"),
+    [
+        (1, "made", 3),
+        (1, "made", PER_EPOCH),
+        (1, "taken", 4),
+        (1, "taken", PER_EPOCH + 1),
+        (4, "made", 5),
+        (4, "taken", 7),
+        (4, "made", 7),
+        (4, "made", PER_EPOCH + 2),
+    ],
+)
 def test_the_next_steps_are_those_of_the_undisturbed_loop(
-    where: str, step: int, boundary: str, own_generator: bool, tmp_path: Path
+    passes: int, where: str, number: int, boundary: str, own_generator: bool, tmp_path: Path
 ) -> None:
-    never, whole = ("never", 0), train(None, boundary, own_generator, ("never", 0))
+    about, never = (boundary, own_generator, passes), ("never", 0)
+    whole = train(None, *about, never)
     assert len(whole) == EPOCHS * PER_EPOCH
-    # The second run takes the batch once more, and does not train on it either.
-    ends = [("trained", step)] if where == "trained" else 2 * [("taken", step + 1)]
-    parts = [train(tmp_path, boundary, own_generator, each) for each in (*ends, never)]
-    assert len(parts[0]) == step
+    # Where its last batches make no step, the second run ends as the first one.
+    ends = 1 if where == "made" and number % passes == 0 else 2
+    parts = [train(tmp_path, *about, each) for each in (*ends * [(where, number)], never)]
+    assert 0 < len(parts[0]) < len(whole)
     assert [*itertools.chain(*parts)] == whole
 
 
