@@ -150,9 +150,13 @@ class Counts:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        """The counts."""
+        """The counts; where the loop is left while it accumulates, those of the last step, as its
+        loader gives the batches since again."""
         accelerator = self._accelerator
-        return {"step": accelerator.step, "saves": accelerator.project_configuration.iteration}
+        step, passes = accelerator.step, accelerator.gradient_accumulation_steps
+        if not accelerator.sync_gradients:
+            step -= step % passes
+        return {"step": step, "saves": accelerator.project_configuration.iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Set the counts."""
@@ -180,6 +184,7 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
     """
 
     ways = Ways(give="ckpt.resume(loader, generators=[...])")
+    _gives_again = True
 
     def __init__(
         self,

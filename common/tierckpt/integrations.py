@@ -287,6 +287,8 @@ class PlaceOfAnyRanks(ResumableLoader[Batch]):
     number of ranks; call `convert` then. Exact if the ranks draw one order of the epoch
     together."""
 
+    _gives_again = False
+
     def __init__(
         self,
         passes: Iterable[Batch],

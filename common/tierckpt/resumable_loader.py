@@ -136,6 +136,8 @@ class ResumableLoader(Generic[Batch]):
     """See `state.extras.is_place`."""
     ways = Ways()
     """See there."""
+    _gives_again = True
+    """A pass gives batches again that the loop was left with; not where a framework counts them."""
 
     def __init__(
         self,
@@ -364,8 +366,8 @@ class ResumableLoader(Generic[Batch]):
             rest = self._pass(place, batches)
             if state["held"]:
                 rest = itertools.chain([newest], rest)
-            if state.get("redrawn"):  # the loop had gone on from there
-                now = self._streams()
+                if state.get("redrawn"):  # the loop had gone on from there
+                    now = self._streams()
         other += [] if (lost := self._set(now)) is None else [lost]
         self._resuming, self._resumed = None, state
         self._trained = place.batches - bool(state["held"])
@@ -592,7 +594,7 @@ class ResumableLoader(Generic[Batch]):
     @property
     def _first_held(self) -> tuple[_Streams, _Streams, Fingerprint | None] | None:
         """As `_untrained`, if the loop is left with batches that it has not trained on."""
-        place, loop_decides = self._place, type(self) is ResumableLoader and not self._ahead
+        place, loop_decides = self._place, self._gives_again and not self._ahead
         count = place.batches - self._trained
         if not (self.between and loop_decides) or count < 1 or place.ended:
             return None
