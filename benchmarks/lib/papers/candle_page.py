@@ -19,8 +19,8 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
     workers = [row for row in rows if row["part"] == "workers"]
     if workers:
         parts += [
-            "A checkpoint at every step, over workers; all share two cores. *Duration*: from the "
-            "call to the end of the checkpoint, in memory or on the disk.",
+            "A checkpoint at every step; all workers share two cores. *Duration*: from the call to "
+            "the end of the checkpoint, in memory or on the disk.",
             table([_HEAD, *map(_worker, sorted(workers, key=_order))]),
         ]
     return parts
@@ -82,6 +82,6 @@ def _timeline(row: Row) -> list[str]:
         f"Gaps between updates of the weights: {gaps['avg_us'] / 1e3:,.0f} ms on average "
         f"({gaps['min_us'] / 1e3:,.0f} to {gaps['max_us'] / 1e3:,.0f}). Of the time of all copies, "
         f"{100 * row['hidden_in_gaps']:.0f} % lies in these gaps while the training computes, "
-        f"{100 * row['hidden_in_communication']:.0f} % while an allreduce is in progress, "
-        f"{100 * row['hidden_in_backward']:.0f} % during the backward pass as far as it is seen.",
+        f"{100 * row['hidden_in_communication']:.0f} % during an allreduce, "
+        f"{100 * row['hidden_in_backward']:.0f} % in the backward pass as far as it is seen.",
     ]

@@ -34,15 +34,14 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
         "Overlap of redundancy with a training of two ranks, as the OSU benchmarks define it, "
         "without their limits at 0 and 100: 1 - (both together - computing alone) / exchange "
         f"alone. There: up to {published['overlap']} %.",
-        "- **Like it**: the measure; somebody else exchanges (there the network card, here the "
-        "node's agent) while the program computes.\n"
-        "- **Not like it**: the agents share the training's two cores and encode there; nodes are "
-        "namespaces of one machine, with cables of 100 Mbit/s; redundancy, not an all-to-all. "
-        "*Bare sockets*: the same bytes unencoded, the most that these cores allow.",
+        "There the network card exchanges an all-to-all; here the node's agent exchanges "
+        "redundancy, and encodes it on the training's two cores. Nodes are namespaces of one "
+        "machine, with cables of 100 Mbit/s. *Bare sockets*: the same bytes unencoded, the most "
+        "that these cores allow.",
         table([_HEAD, *map(_line, _all(rows))]),
-        f"64 MiB: [levels.py](../benchmarks/results/{OF_LEVELS.name}), the same measurement on an "
-        f"{document['cpu']}; load average {document['load_average'][0]:.1f} at its start. No row "
-        "here has the cores of other processes: no verdict.",
+        f"64 MiB: [levels.py](../benchmarks/results/{OF_LEVELS.name}) on an {document['cpu']}; "
+        f"load average {document['load_average'][0]:.1f} at its start. What other processes took "
+        "is not known, so there is no verdict.",
     ]
 
 

@@ -30,13 +30,13 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
     models = [name for name in names if any((name, m) in by for m in SHORT)]
     parts = [
         "DDP over gloo, two ranks, one thread each. Iterations between checkpoints that cost at "
-        f"most {100 * GOALS[1]:.0f} %, and the cost there. *By n*: computed from the cost of a "
-        "version at that interval; ≥: from its CPU time alone. There: iterations and overhead.",
+        f"most {100 * GOALS[1]:.0f} %, and the cost. *By*: computed from the cost of a version at "
+        "that interval. There: iterations and overhead.",
         table([_HEAD, *(_frequency(by, name, published) for name in models)]),
-        "**At the same frequency** (LightCheck's row): the cost in % of all at the interval of the "
-        "first column, computed from the cost of a version; there, at LightCheck's interval.",
+        "**At the same frequency**: the cost of all in %, computed from the cost of a version; "
+        "there, at LightCheck's interval.",
         table([_HEAD_SAME, *(_same(by, name, published) for name in models)]),
-        f"The models, with MB here (there) and a rank's batch: "
+        f"MB of the models here (there), and a rank's batch: "
         f"{'; '.join(_model(by, name, published) for name in models)}.",
     ]
     resumed = [name for name in models if any("back_seconds" in r for r in _of(by, name))]
@@ -46,8 +46,8 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
             "Recovery over the models, s: from the SIGKILL of a rank to the end of the next step, "
             f"without imports, one each: {'; '.join(_recoveries(by, resumed))}. {_others(back)}"
             f"There, with lost iterations: {'; '.join(_recoveries_there(published))}.",
-            "The largest difference of the loss after the restart from that of a job that was not "
-            f"killed (0: bit for bit): {'; '.join(_curves(by, resumed))}.",
+            "The largest difference of the loss after the restart from that of an undisturbed job "
+            f"(0: bit for bit): {'; '.join(_curves(by, resumed))}.",
         ]
     return parts
 
@@ -86,7 +86,7 @@ def _others(load_averages: list[float]) -> str:
     if max(load_averages, default=0) < 1:
         return ""
     most = max(load_averages)
-    return f"Other work shared the cores (load averages up to {most:.0f}): upper limits. "
+    return f"With other work (load averages up to {most:.0f}), so upper limits. "
 
 
 _HEAD = [
@@ -125,8 +125,7 @@ def _frequency(by: By, name: str, published: dict[str, Any]) -> list[str]:
     cells = [_of(by, name)[0]["title"]]
     for method in (*OURS, *BASELINES):
         found = _interval(by, name, method)
-        text = found.text if found else "-"
-        cells.append(f"**{text}**" if found and method in OURS else text)
+        cells.append(found.text if found else "-")
     return [*cells, *(_published(theirs) if theirs else "----")]
 
 

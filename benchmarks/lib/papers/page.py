@@ -19,10 +19,9 @@ PUBLISHED = ROOT / "benchmarks" / "lib" / "published.toml"
 INTRODUCTION = (
     "# Published tables, beside Tierckpt\n\n"
     "What do published checkpoint systems cost, and what does Tierckpt cost on the same models? "
-    "Their hardware is another: compare ratios and intervals, not seconds. `python "
-    "benchmarks/papers.py --write` makes this page from results files and [published values]"
-    "(../benchmarks/lib/published.toml). [What is still to be measured]"
-    "(../benchmarks/README.md#what-is-still-to-be-measured)."
+    "Their hardware is another: compare ratios and intervals, not seconds. `papers.py --write` "
+    "makes this page from results files and [published values](../benchmarks/lib/published.toml). "
+    "[What is still to be measured](../benchmarks/README.md#what-is-still-to-be-measured)."
 )
 LAUNCHERS = {"torchrun": "DDP", "horovod": "Horovod"}
 
@@ -37,14 +36,14 @@ class Judged:
     @property
     def line(self) -> list[str]:
         """The line of the table of goals."""
-        by = {word: [name for name, found in self.cases if found == word] for word in rule.WORDS}
-        none = [f"{word}: {', '.join(by[word])}" for word in rule.WORDS[2:] if by[word]]
-        return [
-            self.goal,
-            ", ".join(by["met"]) or "-",
-            f"**{', '.join(by['missed'])}**" if by["missed"] else "-",
-            "; ".join(none) or "-",
-        ]
+        by: dict[str, str] = {}
+        for word in rule.WORDS:
+            names = [name for name, found in self.cases if found == word]
+            is_all = len(names) == len(self.cases) > 2
+            by[word] = f"all {len(names)}" if is_all else ", ".join(names)
+        none = [f"{word}: {by[word]}" for word in rule.WORDS[2:] if by[word]]
+        missed = f"**{by['missed']}**" if by["missed"] else "-"
+        return [self.goal, by["met"] or "-", missed, "; ".join(none) or "-"]
 
 
 def published() -> dict[str, Any]:
@@ -78,19 +77,20 @@ def coverage(name: str) -> str:
     names = ("model", "launcher") if name == "scr-exa" else ("model",)
     groups = Counter(" ".join(str(key[each]) for each in names if each in key) for key in lacking)
     gaps = ", ".join(f"{count} of {who}" for who, count in groups.items() if who)
-    text = f"{len(due) - len(lacking)} of {len(due)} rows are there"
-    return f"{text}; {gaps} are not" if gaps else text
+    text = f"{len(due) - len(lacking)} of {len(due)} rows"
+    return f"{text}, without {gaps}" if gaps else text
 
 
 def text() -> str:
     """The whole page."""
     goals: list[list[str]] = []
     parts: list[str] = []
-    not_made: list[list[str]] = []
+    not_made: list[list[str]] = [["of", "what", "why"]]
     for name, paper in PAPERS.items():
         document = results.read(results.path_of(name))
         about = published()[name]
-        not_made += [[about["short"], *each] for each in about["not_made"]]
+        first, *more = about["not_made"]
+        not_made += [[about["short"], *first], *(["", *each] for each in more)]
         if not document["rows"]:
             continue
         parts += [f"## {about['title']}", _context(name, document, about)]
@@ -106,7 +106,7 @@ def text() -> str:
         f"One rule, applied by code: {rule.TEXT} Exactness needs one job.",
         table([["goal", "met", "missed", "no verdict"], *goals]),
     ]
-    tail = ["## Not made again", table([["of", "what", "why"], *not_made])]
+    tail = ["## Not made again", table(not_made)]
     return "\n\n".join([*head, *parts, *tail]) + "\n"
 
 
@@ -146,14 +146,19 @@ def write() -> None:
 def _context(name: str, document: dict[str, Any], about: dict[str, Any]) -> str:
     """The hardware and dates of the rows, what is lacking, and the published source."""
     runs = [document["runs"][row["run"]] for row in document["rows"] if not row["simulated"]]
-    machines = sorted({f"{run['cores']} cores of an {run['cpu']}" for run in runs})
+    machines = sorted({f"{run['cores']} cores of an {_short(run['cpu'])}" for run in runs})
     dates = sorted({run["date"][:10] for run in runs})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    file = results.path_of(name).name
+    numbers = f"[`papers.py {name}`](../benchmarks/results/{results.path_of(name).name})"
     return (
-        f"Here: {'; '.join(machines)}, {span}, `papers.py {name}` "
-        f"([numbers](../benchmarks/results/{file})); {coverage(name)}. There: {about['setting']}."
+        f"Here: {'; '.join(machines)}, {span}, {numbers}, {coverage(name)}. "
+        f"There: {about['setting']}."
     )
+
+
+def _short(cpu: str) -> str:
+    """A processor's name without what all of its maker's have."""
+    return cpu.replace("(R)", "").removesuffix(" Processor")
 
 
 def table(lines: list[list[str]]) -> str:

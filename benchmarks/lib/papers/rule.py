@@ -19,10 +19,10 @@ from lib.papers.results import Row
 
 TEXT = (
     "a checkpoint costs the larger of two shares of the training, in %: its overhead over all "
-    "steps, taken or not, and the CPU time of its versions. *~* or *≥*: *others*, other processes, "
-    f"took more than {QUIET_CORES:g} cores, so the overhead does not count, and the figure is CPU "
-    "time alone, a lower bound. In parentheses: the range of the visits and their number; below "
-    f"{MIN_VISITS} they are *too few*, and there is no verdict."
+    "steps, taken or not, and the CPU time of its versions. *~*, *≥*: other processes (*others*) "
+    f"took more than {QUIET_CORES:g} cores, so the figure is CPU time alone, a lower bound. In "
+    f"parentheses: the range of the visits and their number n; below {MIN_VISITS} there is no "
+    "verdict."
 )
 
 WORDS = ("met", "missed", "so far within", "so far missed", "not known")
@@ -84,8 +84,8 @@ def word(is_reached: bool, visits: int) -> str:
 
 
 def visits_text(count: int) -> str:
-    """The number of visits, or that they are too few."""
-    return f"{count} visits" if count >= MIN_VISITS else f"too few: {count}"
+    """The number of visits."""
+    return f"n = {count}"
 
 
 def cost_of(row: Row) -> Cost:

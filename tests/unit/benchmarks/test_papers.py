@@ -88,11 +88,11 @@ def tried(*visits: dict[str, float], every: int = 1, due: int = 6, taken: int = 
 @pytest.mark.parametrize(
     ("row", "share", "verdict", "words"),
     [
-        (tried(*[visit(0.04)] * 3), 0.04, "met", "4.0 (4.0 to 4.0, 3 visits)"),
-        (tried(*[visit(-0.08, cpu=0.06)] * 3), 0.06, "missed", "6.0 (6.0 to 6.0, 3 visits)"),
-        (tried(*[visit(0.3, others=0.2)] * 3), 0.01, "not known", "~1.0 (others 0.2, 3 visits)"),
-        (tried(visit(0.01), visit(0.03)), 0.02, "so far within", "2.0 (1.0 to 3.0, too few: 2)"),
-        (tried(*[visit(0.01)] * 2, visit(0.9, others=1)), 0.01, "so far within", "too few: 2"),
+        (tried(*[visit(0.04)] * 3), 0.04, "met", "4.0 (4.0 to 4.0, n = 3)"),
+        (tried(*[visit(-0.08, cpu=0.06)] * 3), 0.06, "missed", "6.0 (6.0 to 6.0, n = 3)"),
+        (tried(*[visit(0.3, others=0.2)] * 3), 0.01, "not known", "~1.0 (others 0.2, n = 3)"),
+        (tried(visit(0.01), visit(0.03)), 0.02, "so far within", "2.0 (1.0 to 3.0, n = 2)"),
+        (tried(*[visit(0.01)] * 2, visit(0.9, others=1)), 0.01, "so far within", "n = 2"),
         (tried(*[visit(0.114, 0.2)] * 3, taken=2), 0.114, "missed", "took 2 of 6"),
     ],
     ids=["met", "CPU is more", "others work", "two visits", "two quiet ones", "skipped as for NT3"],

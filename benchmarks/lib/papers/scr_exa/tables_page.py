@@ -13,8 +13,8 @@ GOAL = 0.01
 """The overhead that ours is to have at most."""
 _OF_SPARES = "method, lost nodes survived, wall (s), goodput (%), next step (s), load (s), losses"
 _BUCKETS = (
-    "They differ after root checkpointing because DDP starts with provisional buckets, and three "
-    "ranks or more then round differently; Tierckpt restores [the buckets](internals/ddp.md)."
+    "After *root* DDP starts with provisional buckets, and three ranks or more then "
+    "round differently; Tierckpt restores [the buckets](internals/ddp.md)."
 )
 
 
@@ -43,8 +43,9 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def _bold(row: Row) -> str:
     if row["method"] == "root-shared":
-        return "root checkpointing"
-    return f"**{row['method_title'].replace(', every 10th flushed', ', 10th flushed')}**"
+        return "root"
+    title = row["method_title"].removeprefix("Tierckpt, to ").replace("every 10th", "10th")
+    return f"**{title}**"
 
 
 # --- one checkpoint an epoch ---------------------------------------------------------------------
@@ -75,9 +76,8 @@ def _epochs(rows: list[Row]) -> list[str]:
     head = ["of an epoch", "method"]
     head += [f"{world} ranks" if world > 1 else "1 rank" for world in worlds]
     return [
-        "One checkpoint an epoch, over ranks that share two cores. *Root checkpointing*: "
-        "`torch.save` on rank 0 to a shared file system, whose bandwidth is simulated "
-        f"({store:g} MB/s). Cost in %:",
+        "One checkpoint an epoch; all ranks share two cores. Bold: Tierckpt. *Root*: `torch.save` "
+        f"on rank 0 to a shared file system of simulated bandwidth ({store:g} MB/s). Cost in %:",
         table([head, *_lines(rows, worlds)]),
     ]
 
@@ -86,11 +86,11 @@ def _scale(rows: list[Row], published: dict[str, Any]) -> list[str]:
     """The published figure's form, simulated."""
     worlds = sorted({row["world"] for row in rows})
     return [
-        f"**Simulated** from these costs: {_datasets(rows)}, so N ranks have an N-th of the steps. "
+        f"**Simulated** from these costs: {_datasets(rows)}; N ranks have an N-th of the steps. "
         "A rank has a core, a node's disk and network 1 GB/s (assumed). Cost in % of an epoch, by "
         "ranks. There: root checkpointing grows, SCR stays nearly flat below "
         f"{published['overhead']} %. Here both grow, as a version has a fixed cost. Other work "
-        "lengthened step and version of rows with ~: compare within a job.",
+        "lengthened rows with ~: compare within a job.",
         table(
             [
                 ["job", "method", "ms a version"]
@@ -99,8 +99,8 @@ def _scale(rows: list[Row], published: dict[str, Any]) -> list[str]:
                 *(_simulated(group, worlds) for group in _by_method(rows)),
             ]
         ),
-        f"Messages: {rows[-1]['node_packets_a_step']:.0f} packets a step of the busiest node, at "
-        f"512 ranks and at {worlds[-1]:,} ([calculated](simulate.md#what-a-step-costs)).",
+        f"The busiest node has {rows[-1]['node_packets_a_step']:.0f} packets a step at 512 and "
+        f"{worlds[-1]:,} ranks ([calculated](simulate.md#what-a-step-costs)).",
     ]
 
 
@@ -192,16 +192,16 @@ def _restarts(rows: list[Row]) -> list[str]:
     ]
     return [
         "**Cold restarts** of two ranks, in the middle of every tenth epoch, medians of two: the "
-        "load, and to the end of the first step, with the start of Python, s. For the disk the "
-        "memory is lost, too. *Losses*: of each rank at each step, beside an undisturbed job.",
+        "load; to the end of the first step, with the start of Python, s. For the disk the memory "
+        "is lost, too. *Losses*: of each rank and step, beside an undisturbed job.",
         table([["job", *_RESTARTED.values(), "losses"], *lines]),
     ]
 
 
 _RESTARTED = {
-    "ours-memory": "**Tierckpt, memory**",
+    "ours-memory": "**memory**",
     "ours-local": "**local disk**",
-    "root-shared": "root checkpointing",
+    "root-shared": "root",
 }
 
 
@@ -214,9 +214,9 @@ def _spares(rows: list[Row]) -> list[str]:
     return [
         f"**Lost nodes**: {first['world']} nodes and {first.get('spares', '')} spares "
         f"({first['title']}, DDP, network namespaces); every ten epochs a node is lost with its "
-        "memory and disk, never rank 0's; one job each. *By hand*: root checkpointing is started "
-        "again at once. *Goodput*: useful steps at the undisturbed pace, over wall time. *Next "
-        "step*: median, from the loss.",
+        "memory and disk, never rank 0's; one job each. *By hand*: started again at once. "
+        "*Goodput*: useful steps at the undisturbed pace, over wall time. *Next step*: median, "
+        "from the loss.",
         table(
             [
                 _OF_SPARES.split(", "),
