@@ -1,6 +1,6 @@
 """The release of a DDP module's layers while it reduces their gradients.
 
-Usually DDP reduces them itself, and hooks on a few parameters release layers (`gradient_groups`).
+Usually DDP reduces them itself, and hooks on a few parameters release layers (`GradientGroups`).
 A communication hook in Python costs 0.4 ms of CPU time a pass, so DDP gets one only if it is
 needed: for a hook of the user's, for a trace, and where a restart would change sums without it.
 

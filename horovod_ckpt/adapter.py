@@ -280,7 +280,7 @@ class Reductions:
         self._entered += 1
         optimizer = self._optimizer
         # With reductions in progress, a step that synchronizes first waits for them. Other hooks
-        # run before that, and may change weights (`step_hook`).
+        # run before that, and may change weights (`GlobalStepHook`).
         # If the backward pass is the step's closure, the inner step has reductions, too.
         first = self._entered == 1
         waits = bool(first and optimizer._should_synchronize and optimizer._handles)

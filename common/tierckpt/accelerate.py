@@ -347,7 +347,7 @@ class Checkpointer(ddp_ckpt.Checkpointer):
     """
 
     def __init__(self, accelerator: Accelerator, **settings: Unpack[Arguments]) -> None:
-        """Attach. Collective; raises the errors of `package.check` and of
+        """Attach. Collective; raises the errors of `check` and of
         `ddp_ckpt.Checkpointer`."""
         said: list[tuple[str, int]] = []
         check(accelerator, lambda text, severity: said.append((text, severity)))

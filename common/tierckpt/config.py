@@ -98,7 +98,7 @@ class LocalConfig:
     none."""
     in_place: bool = True
     """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
-    and are committed without a copy (see `image_file`). False: each level has its own copy."""
+    and are committed without a copy (see `storage.slots`). False: each level has its own copy."""
     journal_steps: int = 0
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the
@@ -275,7 +275,7 @@ URLs."""
 NAME_BYTES = 255
 """Limit of a file name on Linux."""
 DEFAULT_ID_BYTES = 53
-"""As `job_directory.job_id_of` makes it."""
+"""As `storage.job_directory.job_id_of` makes it."""
 
 
 def make_absolute(outer: dict[str, Any], persistent: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ def _has(owner: Any, name: str) -> bool:
 
 
 class Notices:
-    """Takes texts with their severity, as `frameworks.Say`; keeps them until `attach`. Training
+    """Takes texts with their severity, as `Say`; keeps them until `attach`. Training
     thread."""
 
     def __init__(self) -> None:

@@ -167,7 +167,7 @@ class Settings(TypedDict, total=False):
     none. Default: `0`."""
     local_in_place: bool
     """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
-    and are committed without a copy (see `image_file`). False: each level has its own copy.
+    and are committed without a copy (see `storage.slots`). False: each level has its own copy.
     Default: `True`."""
     local_journal_steps: int
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps

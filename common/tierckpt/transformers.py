@@ -398,7 +398,7 @@ class Fit:
 
     def __init__(self, trainer: Any, first_epoch: int, asks: bool) -> None:
         """`first_epoch`: where the Trainer would start. `asks`: it is to resume. Raises the errors
-        of `framework.check`."""
+        of `check`."""
         self._say = Notices()
         check(trainer, self._say)
         self._trainer, self._asks = trainer, asks

@@ -827,12 +827,12 @@ class AgentClient:
     # --- called by the connection, with the lock held ------------------------------------------
 
     def greeted(self, welcome: Welcome) -> Iterable[TrainerMessage]:
-        """Messages for a new agent, see `connection.Owner`."""
+        """Messages for a new agent, see `Owner`."""
         self._known_nodes = welcome.known_nodes or self._known_nodes
         return self._introduction or ([self._inherit] if self._inherit is not None else [])
 
     def shutting_down(self, agent: ShuttingDown) -> None:
-        """Report the shutdown, see `connection.Owner`. One rank of the node reports its flushes."""
+        """Report the shutdown, see `Owner`. One rank of the node reports its flushes."""
         self._known_nodes = agent.known_nodes or self._known_nodes
         if agent.where is not None:
             self._inherit = Inherit(agent.where, self._known_nodes)
@@ -845,7 +845,7 @@ class AgentClient:
         self._received.append(Problem(text, "persistent" if given_up else "local", severity))
 
     def received(self, message: AgentMessage) -> None:
-        """Keep a message, see `connection.Owner`; an answered order is in progress no more."""
+        """Keep a message, see `Owner`; an answered order is in progress no more."""
         match message:
             case Progress(quiet_seconds=seconds, flush=flush):
                 self._progress_asked, self.flush_under_way = False, flush
@@ -861,7 +861,7 @@ class AgentClient:
         self._received.append(message)
 
     def lost(self, reason: str) -> None:
-        """Report the loss, see `connection.Owner`. A successor gets the same orders."""
+        """Report the loss, see `Owner`. A successor gets the same orders."""
         again = {i: each for i, each in self._pending.items() if i not in self._retried}
         for id_ in again:
             del self._pending[id_]
@@ -889,7 +889,7 @@ class AgentClient:
             self._connection.send(Flush(order))
 
     def gave_up(self, reason: str) -> None:
-        """Fail all orders, see `connection.Owner`: nothing waits for a successor."""
+        """Fail all orders, see `Owner`: nothing waits for a successor."""
         self._received += [FlushFailed(id_, reason) for id_ in self._flushing]
         self._flushing.clear()
         self._fail_orders(reason)

@@ -1,7 +1,7 @@
 """The states of a trainer's connection to its node's agent: all decisions, and no I/O.
 
 `next_state` takes a `Standing`, an event and the time, and returns the next `Standing` and the
-actions to carry out, in this order. `connection.py` carries them out, and reports the results as
+actions to carry out, in this order. `AgentConnection` carries them out, and reports the results as
 further events. A node has a few numbered places for agents: an agent may hang, or have another
 job's environment, and is then passed over for the next place.
 

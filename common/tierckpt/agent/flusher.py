@@ -424,7 +424,7 @@ class Flusher:
     def order(self, order: FlushOrder, answer: Answer) -> None:
         """Flush a version after those ordered before; `answer` is called with the result.
 
-        The trainers limit how many versions wait: they order alike on all nodes (see `promotion`).
+        The trainers limit how many versions wait: they order alike on all nodes (see `Promotion`).
         Raises RuntimeError where no thread can be started, and after `cancel`; then nothing is
         ordered.
         """

@@ -220,7 +220,7 @@ class SessionSettings:
     ranks: tuple[int, ...] = ()
     """The job's ranks on this node; the first one's session handles shards without a session."""
     trace_dir: str = ""
-    """Where the agent records the cores in use (see `usage`); empty: nowhere."""
+    """Where the agent records the cores in use (see `UsageSampler`); empty: nowhere."""
 
     @property
     def first(self) -> bool:
@@ -306,7 +306,7 @@ class AgentAddress:
     """The address where a node's agent listens for other nodes' agents."""
 
     host: str
-    """The node's name, as `_host.host_id` makes it."""
+    """The node's name, as `_process.host_id` makes it."""
     address: str
     port: int
     secret: str
@@ -357,7 +357,7 @@ class Hello:
     protocol: int | None
     session: SessionSettings | None
     environment: str = ""
-    """The fingerprint of the job's environment on this node, see `environment`."""
+    """The fingerprint of the job's environment on this node, see `address`."""
     began_seconds: float | None = None
     """Start time of the trainer (monotonic), which orders two runs."""
 

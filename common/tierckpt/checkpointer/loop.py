@@ -380,7 +380,7 @@ class CheckpointerParts:
         config: Config,
         topology: JobTopology,
     ) -> None:
-        """Start nothing. The last three: the result of `attach.agree`."""
+        """Start nothing. The last three: the result of `start.agree`."""
         self.group, self.adapter, self.config = group, adapter, config
         self._state, self._node = state, topology.node(group.rank)
         self.restored = Restored(0)

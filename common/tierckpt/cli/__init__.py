@@ -1,1 +1,1 @@
-"""Command line: `tierckpt` and its subcommands, one folder for each kind."""
+"""Command line: `tierckpt` and its subcommands, one module for each kind."""

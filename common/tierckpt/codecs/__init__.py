@@ -5,11 +5,10 @@
 
 | file | content |
 |---|---|
-| `codec` | the interface of a codec |
+| `codec` | a codec's interface; a sequence of codecs; their names, also from entry points |
 | `zstd`, `aes_gcm` | the codecs that come with Tierckpt |
-| `pipeline` | a sequence of codecs; their names, also from entry points |
-| `encoder`, `decoder` | encoding and decoding of a shard, block by block |
-| `delta` | incremental versions: unchanged blocks refer to an earlier version |
+| `shard_coding` | encoding and decoding of a shard by blocks, also against an earlier version |
+| `difference` | the difference of two blocks |
 
 Nothing is imported here: the agent imports only the codecs that it uses.
 """

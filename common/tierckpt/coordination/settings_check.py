@@ -41,19 +41,19 @@ class JobTopology:
     """The job's nodes and failure domains, by rank."""
 
     hosts: tuple[str, ...]
-    """Nodes, as `_host.host_id` names them."""
+    """Nodes, as `_process.host_id` names them."""
     names: tuple[str, ...]
     """Host names of their machines."""
     domains: tuple[str, ...]
     """Failure domains: the ranks of one domain fail together."""
     environment: tuple[str, ...] = ()
-    """Environment fingerprints, see `environment`. An agent uses its node's first rank's."""
+    """Environment fingerprints, see `agent.address`. An agent uses its node's first rank's."""
     token: str = ""
     """Random token for this attach, drawn by rank 0."""
     launch: Launch = field(default_factory=Launch)
     """Launch of this rank's process."""
     starters: tuple[str, ...] = ()
-    """Starters of all ranks, see `launch.Launch`."""
+    """Starters of all ranks, see `claims.Launch`."""
 
     def node(self, rank: int) -> Node:
         """Return the rank's node."""

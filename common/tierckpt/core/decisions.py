@@ -246,7 +246,7 @@ class LevelVote(NamedTuple):
     time_left: int = 1
     """0 when a time-based version is due by this rank's clock."""
     less_us: int = 0
-    """This and the next field: `autotune.Cost` on this rank, negative, so that the minimum is the
+    """This and the next field: `tuning.Cost` on this rank, negative, so that the minimum is the
     largest cost."""
     less_steps: int = 0
 
@@ -308,7 +308,7 @@ class Vote(NamedTuple):
     halt_seconds: int = NEVER_SECONDS
     """Seconds until the cloud takes this rank's node away, see `HaltVote`."""
     less_step_us: int = 0
-    """Duration of a step, from `autotune.CostEstimate`, negative as `less_bytes` is."""
+    """Duration of a step, from `tuning.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
     """The adapter's vote, see `Adapter.vote`."""
     no_close: int = 1

@@ -166,7 +166,7 @@ class Level(StrEnum):
         one_at_a_time=True,
     )
     PEER = Facts("peer", source="local", place="other nodes")
-    # Shards that agents of the job's former nodes hold, see `former_nodes`.
+    # Shards that agents of the job's former nodes hold, see `FormerNodes`.
     AGENT = Facts("agent", has_ledger=False, is_far=True, place="former nodes")
     PERSISTENT = Facts(
         "persistent",

@@ -164,7 +164,7 @@ T = TypeVar("T")
 
 def distinct(each_rank: Iterable[T]) -> list[T]:
     """Return each object once, by identity. Ranks of one node share the object with their copies
-    (see `packed_inventory`), so a look at the distinct ones is a look at all copies."""
+    (see `pack_inventory`), so a look at the distinct ones is a look at all copies."""
     return [*{id(each): each for each in each_rank}.values()]
 
 
@@ -377,7 +377,7 @@ def _by_version(
 ) -> dict[tuple[VersionId, str, int], list[tuple[C, list[int]]]]:
     """Return the copies by version, run and number of shards, each with the ranks that see it.
 
-    Ranks with the same object, as those of a node usually have (see `copies.distinct`), cost no
+    Ranks with the same object, as those of a node usually have (see `distinct`), cost no
     more than one of them.
     """
     seers: dict[int, list[int]] = {}

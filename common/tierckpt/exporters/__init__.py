@@ -4,8 +4,8 @@
 
     ckpt = Checkpointer(model, optimizer, path="ckpts", callbacks=[PrometheusPort(9400)])
 
-`metrics` maps events to metrics, in one place; an exporter hands them to its library. A library is
-imported when its exporter starts to work.
+`exporter` maps events to metrics, in one place; each exporter hands them to its library. A library
+is imported when its exporter starts to work.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def metadata_of(header: str) -> dict[str, str]:
 
 
 class _Kind:
-    """A row of `kinds`."""
+    """A row of the kinds of tensors."""
 
     def __init__(
         self,

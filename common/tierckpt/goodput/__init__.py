@@ -1,8 +1,8 @@
 """Goodput: the time of a job over all its runs, by category.
 
 `heartbeat` writes the records of one rank among its events, and `records` reads the files.
-`account` groups them into runs of the job and divides their time. `tables` has its forms for
-people and as JSON, and names what would help.
+`account` groups them into runs of the job, divides their time, writes it for people and as JSON,
+and names what would help.
 
 The categories and the three goodputs are those of Google's ML Productivity Goodput (A. Wongpanich
 et al., 2025) and of its library ML Goodput Measurement.

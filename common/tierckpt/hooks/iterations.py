@@ -139,7 +139,7 @@ class Iterations:
             mode: `Config.boundary`.
             boundary: a forward pass (or the step of a closure) started the next iteration.
             before_step: the optimizer of this label is about to change something. (If the backward
-                pass is the closure of its step, the closure was called once before: `closures`.)
+                pass is the closure of its step, this was called once before: `after_first_call`.)
             made_step: its step ended; returns False if the step was not part of the training.
             stepped: a step was made; receives the labels of `Iterations.stepped`.
             keep_streams: a step was made and the next forward pass is its boundary: the next batch

@@ -339,7 +339,7 @@ class DigestWork:
     """One digest, computed by the copier. Methods name their threads."""
 
     slot = None
-    """As of a snapshot that claimed none, see `memory_moves`."""
+    """As of a snapshot that claimed none, see `guard_memory_moves`."""
 
     def __init__(self, digest: DigestPlan, then: Callable[[int], None]) -> None:
         """`then` receives the result, on the thread that computes it."""

@@ -129,7 +129,7 @@ class JournalWriter:
     def retire(
         self, mine: Callable[[SegmentName], bool], safe: VersionId | None, keep: int
     ) -> None:
-        """Remove files that no restart needs any more, see `chain.outdated`, among those for which
+        """Remove files that no restart needs any more, see `outdated`, among those for which
         `mine` is true."""
 
         def retire() -> None:

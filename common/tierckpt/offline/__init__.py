@@ -1,5 +1,5 @@
 """Offline: checkpoints without the job that made them.
 
-`survey` and `catalog` list what exists, `verify` checks it, `load`, `stored_version` and
-`difference` read tensors.
+`survey` and `catalog` list what exists, `verify` checks it, `stored_version` and `comparison` read
+tensors.
 """

@@ -161,7 +161,7 @@ def fingerprint(leaf: Leaf) -> str:
 
 
 def refuse_unknown(parts: Mapping[str, Any], where: str) -> None:
-    """Raise RestoreError if a value in `parts` is a `custom_values.ForeignValue`."""
+    """Raise RestoreError if a value in `parts` is a `tree_codec.ForeignValue`."""
     found = [*foreign_values(parts)]
     if not found:
         return

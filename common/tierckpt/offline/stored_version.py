@@ -423,7 +423,7 @@ class Shard:
         kept_blocks: int = KEPT_BLOCKS,
     ) -> None:
         """Takes ownership of `image`. `place` is that of the copy; None if it was rebuilt. Raises
-        the errors in `shard_image.LOST`."""
+        the errors in `restore.shards.LOST`."""
         self.image, self._on_read, self.place = image, on_read, place
         self._most_kept = kept_blocks
         self.manifest: Manifest = image.manifest
@@ -448,7 +448,7 @@ class Shard:
         return self._kept.get(number)
 
     def bring(self, number: int) -> None:
-        """Fetch a block's bytes. Any thread. Raises the errors in `shard_image.LOST`."""
+        """Fetch a block's bytes. Any thread. Raises the errors in `restore.shards.LOST`."""
         self.image.bring(*self._offsets[number : number + 2])
 
     def brought(self, number: int) -> bytes:
@@ -655,7 +655,7 @@ class StoredVersion:
         return self.striped.get(name) or self.own.get(name, {}).get(rank)
 
     def tree(self, rank: int) -> dict[str, Any]:
-        """A rank's small state, decoded. The bytes of files in it are not read: see `files`."""
+        """A rank's small state, decoded. Files in it are not read: see `storage.routed`."""
         read = self.shards[rank].tree_part
         end = end_without(self.shards[rank].manifest.rank_state_bytes, self._files_at_end(rank))
         found: dict[str, Any] = tree.decode(read(0, end), cut=True)

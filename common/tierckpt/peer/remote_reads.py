@@ -1,6 +1,6 @@
 """Remote reads: shards and parity of a node, read through its agent, by name and in ranges.
 
-They serve a run of the job that does not include that node any more (see `former_nodes`): no rank
+They serve a run of the job that does not include that node any more (see `FormerNodes`): no rank
 looks there, so the shards in its memory and on its disk would count as lost. The server checks
 nothing; the reader compares with the checksums in the manifests.
 

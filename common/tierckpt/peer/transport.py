@@ -12,7 +12,7 @@ the job. A connection carries these requests, one after the other:
         data was sent, and the shard was sealed all the time; or {"op": "failed", "why"}
     {"op": "fetch", "stem", "offset", "length"}    answer: {"op": "bytes"} + bytes, or {"error"}
     {"op": "manifest", "stem"}    answer: {"op": "manifest"} + manifest, or {"error"}
-    {"op": "list"}                the inventory of this node (see `read_server`)
+    {"op": "list"}                the inventory of this node (see `ReadServer`)
     {"op": "why", "tag", "to"}    answer: {"waits_for": [names]}: asked before a silent peer is
         blamed
 """

@@ -62,7 +62,7 @@ Bring = Callable[[int, int], None]
 
 
 class Stored(Protocol):
-    """A shard in a remote store; see `persistent.reader.ShardReader`."""
+    """A shard in a remote store; see `persistent.shards.ShardReader`."""
 
     @property
     def manifest(self) -> bytes: ...
@@ -73,7 +73,7 @@ class Stored(Protocol):
 
 
 class FarStore(Protocol):
-    """A store that shards are fetched from: the persistent level, or an agent (`peer.remote`)."""
+    """A store that shards are fetched from: the persistent level, or an agent (`RemoteNode`)."""
 
     def open_shard(self, name: VersionName, shard: int) -> Stored: ...
 
@@ -309,7 +309,7 @@ class ParityImage(Protocol):
 def open_parity(
     key: ParityKey, place: Location, open_store: OpenStore
 ) -> tuple[ParityManifest, ParityImage]:
-    """Map a parity; only its manifest is decoded. Raises the errors in `shard_image.LOST`."""
+    """Map a parity; only its manifest is decoded. Raises the errors in `LOST`."""
     if not place.is_far:
         store = LocalStore(place.where)
         record = ParityManifest.decode(store.read_manifest(key))

@@ -49,7 +49,7 @@ SHELL_STATUS = 128
 
 
 class Handlers(Protocol):
-    """The part of `signals.Signals` that a fork needs."""
+    """The part of `Signals` that a fork needs."""
 
     def blocked(self) -> AbstractContextManager[None]:
         """Hold signals back."""

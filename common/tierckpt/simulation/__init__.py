@@ -1,10 +1,9 @@
 """Simulation of a job: how much of its time trains, under failures of processes, nodes and stores.
 
-`scenario` is the description of a job, `scenario_file` reads it from TOML, `examples` has some to
-start from, `units` times and sizes. `costs` computes durations from bandwidths, `intervals` chooses
-intervals, `redundancy` has the groups of nodes that protect each other. `course` is one course of
-the job, `replicas` simulates several, and gives means with confidence intervals. `report` is
-their form as JSON.
+`scenario` is the description of a job: its TOML file, and examples to start from. `model` computes
+durations from bandwidths, chooses intervals, and has the groups of nodes that protect each other.
+`course` simulates one course of the job, or several, and gives means with confidence intervals,
+also as JSON.
 
 Failures are events of one superposed process, however many ranks there are. No step and no version
 is an event: at a failure, the versions that exist are computed. docs/simulate.md has the model.

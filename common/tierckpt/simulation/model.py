@@ -13,9 +13,8 @@ wall time that an undisturbed job needs to get there from its start, stalls incl
 taken at multiples of their level's interval, as in a job: so the position of a version, and the
 newest version at a position, do not depend on the course of the job.
 
-The formulas of intervals, in steps, are those of `tierckpt interval`
-(`core/tuning`). A level counts the failures after which it is the first that still
-has a version.
+The formulas of intervals, in steps, are those of `tierckpt interval` (`core.tuning`). A
+level counts the failures after which it is the first that still has a version.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class Staging:
     def _fitting_plan(self, whole: bool = False) -> CopyPlan:
         """The plan, a new one if the last does not fit. `whole`: look at all tensors.
 
-        Raises SnapshotError if other ranks may not have a new plan as well: see `plan_check`. They
+        Raises SnapshotError if other ranks may not have a new plan as well: see `PlanCheck`. They
         learn from the votes that versions are lost, and then look at all tensors, too.
         """
         before, state = self.plan, self._state

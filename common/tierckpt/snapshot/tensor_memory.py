@@ -6,7 +6,7 @@ Python's objects with a record of it, in one call and some 50 nanoseconds a tens
 
 Where each field is in these objects is found once in a process, by experiments with tensors and
 dicts of our own. If one of them has another result than expected, `find` and `find_tags` return
-None, and `plan_check` uses the methods. Both see the same changes; tests compare them.
+None, and `PlanCheck` uses the methods. Both see the same changes; tests compare them.
 """
 
 from __future__ import annotations

@@ -424,7 +424,7 @@ class OptimizerTree:
         self.with_others: set[str] = set()
         """Optimizers with state under other keys than parameters."""
         self._unstored: set[tuple[str, int | str, str]] = set()
-        """See `extra_state.Unstored`."""
+        """See `Unstored`."""
         self._beside_bytes, self._heavy_reported = 0, False
         self._options: tuple[list[Any], list[Any], tree_codec.Packed] | None = None
         """All groups' keys (with their numbers) and values, and the node that they were packed
@@ -501,7 +501,7 @@ class OptimizerTree:
     # --- remainders -----------------------------------------------------------------------------
 
     def pack_remainders(self, arena: tree_codec.Arena) -> dict[str, Any]:
-        """Remainders of the optimizers' own `state_dict()`s, see `extra_state`.
+        """Remainders of the optimizers' own `state_dict()`s, see above.
 
         Most optimizers have none, and are not asked. One with thousands of parameters that had none
         is asked again after a change of structure, and after 1, 2, 4, ... boundaries.

@@ -272,9 +272,9 @@ class TrainingState:
         """The user's optimizers."""
         found = expand(optimizers)
         self.optimizers = found.optimizers
-        """Optimizers with stored state, including those inside of others, see `nested.expand`."""
+        """Optimizers with stored state, also those inside of others, see `optimizers.expand`."""
         self.steppers, self.hollow, self.outer = found.steppers, found.hollow, found.outer
-        """See `nested.Expanded`."""
+        """See `optimizers.Expanded`."""
         self.optimizer_tree = OptimizerTree(self.optimizers, self.name_of)
         self.extra = named_objects("extra", extra)
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
@@ -308,7 +308,7 @@ class TrainingState:
         }
         """Keys that param groups had at the start. Others belong to the version that has them."""
         self.first_buffers = module_attributes.buffer_kinds(self.model)
-        """See `changing_buffers`."""
+        """See `module_attributes`."""
         self.trained_first = {
             f"model/{n}": p.requires_grad for n, p in named_parameters(self.model)
         }

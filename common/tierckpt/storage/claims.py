@@ -111,7 +111,7 @@ class Claim:
     job: str = ""
     attempt: int = 0
     starters: tuple[str, ...] = ()
-    """Starters of the process that made the claim, see `launch.Launch`."""
+    """Starters of the process that made the claim, see `Launch`."""
     run_starters: tuple[str, ...] = ()
     """Starters of all ranks of its run."""
     persistent: str = ""

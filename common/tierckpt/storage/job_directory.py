@@ -297,8 +297,8 @@ class JobDirectory:
         return not _unlocked(self.lock_path(rank))
 
     def dead_seconds(self) -> float:
-        """Seconds since the folder was first found unused, as far as known; see `abandoned`. The
-        caller must hold the gate and have just found no process."""
+        """Seconds since the folder was first found unused, as far as known; see
+        `remove_dead_jobs`. The caller must hold the gate and have just found no process."""
         with contextlib.suppress(OSError):  # memory is full: nothing is lost by waiting
             return dead_seconds(self.path)
         return 0.0
@@ -372,7 +372,7 @@ class JobDirectory:
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
         """Delete other jobs' segments when no process of the job runs, and none has since a job
-        first found that `linger_seconds` ago (`abandoned`). The segments may be the only copy, so
+        first found that `linger_seconds` ago. The segments may be the only copy, so
         their age by the time of day, which can be set, does not count."""
         removed = []
         for other in self.others():

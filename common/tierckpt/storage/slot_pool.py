@@ -6,7 +6,7 @@ not being filled, and is not being read by an agent of this run or the previous 
 
 An agent whose disk is slow or hangs reads a slot for long. Then the pool makes one more, so that
 versions in memory go on; without memory for that it takes the slot away from the reader, which
-notices before it commits anything (`session`).
+notices before it commits anything (`TrainerSession`).
 
 Thread-safe: the copier thread chooses slots, the training thread queries and frees them.
 """
@@ -57,7 +57,7 @@ class SlotPool:
     ) -> None:
         """`on_notice(text, severity)` reports the fall-back to private memory of this process.
 
-        `in_place`: the local level, if slots are to be files in it (see `image_file`).
+        `in_place`: the local level, if slots are to be files in it (see `slots.ImageFile`).
         """
         self.job = job
         self.rank = rank

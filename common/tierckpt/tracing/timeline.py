@@ -1,6 +1,6 @@
 """A timeline: activities of a rank with start and end, one step of them, and all in numbers. Pure.
 
-All times are microseconds. `cli.trace.tables` prints the summary, and `tierckpt report` shows one
+All times are microseconds. `cli.trace` prints the summary, and `tierckpt report` shows one
 step of the training: every layer's allreduce, and the layer's copies.
 
 A copy is *hidden under communication* while an allreduce is in progress (launched and not done;

@@ -26,7 +26,7 @@ __all__ = ["ObstoreBackend"]
 
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
-"""URLs of the stores that `obstore_backend` serves."""
+"""URLs of the stores that `ObstoreBackend` serves."""
 
 
 REQUEST_SECONDS = 120.0
