@@ -72,8 +72,8 @@ def skipping(
 ) -> list[dict[str, Any]]:
     """In each case rank 1, or all ranks `together`, skip the steps of these iterations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "PATIENCE_SECONDS", 0.5)
-        patch.setattr(agreement, "PATIENCE_APART_SECONDS", 0.5)
+        patch.setattr(agreement, "VOTE_PATIENCE_SECONDS", 0.5)
+        patch.setattr(agreement, "VOTE_PATIENCE_APART_SECONDS", 0.5)
         found = []
         for number, skips in enumerate(cases):
             where = Place(f"{place.path}/{number}", place.shm)

@@ -20,6 +20,7 @@ from tierckpt.checkpointer import checkpointer, levels, loop, node_resources
 from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import TierckptError, UnsupportedStateError
 from tierckpt.hooks import iterations
+from tierckpt.tracing import recorder
 
 POINTS = {
     "the reports": (levels, "Reports"),
@@ -34,9 +35,9 @@ POINTS = {
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
     "the barrier": (iterations, "GlobalStepHook"),
-    "the trace": (loop, "open_trace"),
+    "the trace": (recorder, "open_trace"),
     "signals": (loop, "HaltController"),
-    "the proof": (checkpointer, "record_if_ordered"),
+    "the proof": (checkpointer, "order_here"),
     "the adapter": (PlainAdapter, "attached"),
 }
 ON_ALL_RANKS = dict.fromkeys(("where slots are", "slots"), TierckptError)
