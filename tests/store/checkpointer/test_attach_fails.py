@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import threading
@@ -20,7 +21,6 @@ from tierckpt.checkpointer import checkpointer, levels, loop, node_resources
 from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import TierckptError, UnsupportedStateError
 from tierckpt.hooks import iterations
-from tierckpt.tracing import recorder
 
 POINTS = {
     "the reports": (levels, "Reports"),
@@ -35,7 +35,7 @@ POINTS = {
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
     "the barrier": (iterations, "GlobalStepHook"),
-    "the trace": (recorder, "open_trace"),
+    "the trace": ("tierckpt.tracing.recorder", "open_trace"),
     "signals": (loop, "HaltController"),
     "the proof": (checkpointer, "order_here"),
     "the adapter": (PlainAdapter, "attached"),
@@ -87,6 +87,7 @@ def fail(patch: pytest.MonkeyPatch, point: str) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenError(point)
 
+    where = importlib.import_module(where) if isinstance(where, str) else where
     patch.setattr(where, name, broken)
 
 
