@@ -24,29 +24,18 @@ PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
     str(PACKAGE / f"{name}.py")
     for name in (
+        *("checkpointer/levels", "coordination/job_history", "coordination/peers"),
+        *("core/restore_plan", "erasure/kernels", "erasure/parity_manifest"),
+        *("format/manifest", "format/shard_file", "peer/parity_file", "peer/windows"),
         *(
-            "checkpointer/levels",
-            "coordination/job_history",
-            "coordination/peers",
-            "core/copies",
-            "erasure/kernels",
-            "erasure/parity_manifest",
-            "format/manifest",
-            "format/shard_file",
-            "peer/parity_file",
-        ),
-        *(
-            "peer/windows",
             "restore/loader",
             "restore/rebuild",
             "restore/search",
             "restore/session",
             "restore/shards",
             "restore/verification",
-            "state/process_state",
-            "state/tree_codec",
-            "storage/inventory",
         ),
+        *("state/process_state", "state/tree_codec", "storage/inventory"),
     )
 }
 assert all(map(os.path.exists, FILES)), FILES
