@@ -563,7 +563,11 @@ class ResumableLoader(Generic[Batch]):
         if self.end_is_done or self._was_between:
             return self._next_epoch(now)
         if (held_first := self._first_held) is not None:
-            return self._before_held(*held_first, now.own)
+            # Gradients are no part of a version: the resumed pass gives all held batches again,
+            # with the random numbers after the first of them.
+            first, reads_again = self._trained + 1, self._trained > 0
+            redrawn = {"redrawn": True}
+            return self._recipe(held_first, now.own, None, first, True, reads_again) | redrawn
         early = in_forward and not self.between
         untrained = early or self._ahead > 0 or self._is_one_too_far
         then = now if in_forward and untrained else None
@@ -572,18 +576,32 @@ class ResumableLoader(Generic[Batch]):
             then = self._before
         held = untrained and place.batches > 0 and not place.ended
         fetches_ahead = self.witnesses and type(self.loader) is not DataLoader
-        reads_again = (held or fetches_ahead) and place.batches > 1 and self._skip != "none"
-        witness = None if place.ended or self._newest is None else self._newest.packed()
+        reads_again = (held or fetches_ahead) and place.batches > 1
+        newest = self._earlier, self._before, None if place.ended else self._newest
+        return self._recipe(newest, now.own, then, place.batches, held, reads_again)
+
+    def _recipe(
+        self,
+        newest: tuple[_Streams, _Streams, Fingerprint | None],
+        own: dict[str, Any],
+        then: _Streams | None,
+        batches: int,
+        held: bool,
+        reads_again: bool,
+    ) -> dict[str, Any]:
+        """The state after so many batches. `newest`: see `_untrained`; `then`: the states that the
+        resumed pass sets; `reads_again`: it also loads the batch before the newest one."""
+        earlier, before, fingerprint = newest
         return {
-            "place": dict(vars(place)),
+            "place": {**vars(self._place), "batches": batches},
             "held": held,
-            "earlier": self._earlier.packed() if reads_again else None,
+            "earlier": earlier.packed() if reads_again and self._skip != "none" else None,
             "first": self._first.packed(),
             "opened": None if self._opened is None else self._opened.packed(),
-            "before": self._before.packed(),
-            "own": now.own,
+            "before": before.packed(),
+            "own": own,
             "now": None if then is None else then.packed(),
-            "witness": witness,
+            "witness": None if fingerprint is None else fingerprint.packed(),
         }
 
     @property
@@ -599,25 +617,6 @@ class ResumableLoader(Generic[Batch]):
         if not (self.between and loop_decides) or count < 1 or place.ended:
             return None
         return self._untrained if count > 1 else (self._earlier, self._before, self._newest)
-
-    def _before_held(
-        self, earlier: _Streams, before: _Streams, newest: Fingerprint | None, own: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The state with the first held batch as the newest one. Gradients are no part of a
-        version: the resumed pass gives all of them again, with the random numbers after it."""
-        reads_again = self._trained > 0 and self._skip != "none"
-        return {
-            "place": {**vars(self._place), "batches": self._trained + 1},
-            "held": True,
-            "earlier": earlier.packed() if reads_again else None,
-            "first": self._first.packed(),
-            "opened": None if self._opened is None else self._opened.packed(),
-            "before": before.packed(),
-            "own": own,
-            "now": None,
-            "redrawn": True,
-            "witness": None if newest is None else newest.packed(),
-        }
 
     def _next_epoch(self, now: _Streams) -> dict[str, Any]:
         """The state of a loader before the next epoch, with the generators as they are."""

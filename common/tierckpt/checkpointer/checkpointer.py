@@ -102,10 +102,10 @@ class CheckpointerLifetime(CheckpointerCore):
             self._connect_levels(groups)
             self._prepare_copies(undo)
             self._watch_loop(model, undo)
-            if order_here() is not None:
-                from tierckpt.proof.recorder import record_if_ordered
+            if (order := order_here()) is not None:
+                from tierckpt.proof.recorder import Recorder
 
-                record_if_ordered(self)
+                self._callbacks.add(Recorder(order, self))
             undo.callback(self._adapter_closed)
             self.adapter.attached(Handle(self))
             shutdown.at_exit(self._end_with_process)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from tierckpt.callbacks import Callbacks
-from tierckpt.coordination.proof_order import PROGRESS, ProofOrder, order_here, path_of
+from tierckpt.coordination.proof_order import PROGRESS, ProofOrder, path_of
 from tierckpt.core.decisions import HaltRequest
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.shard_file import decode_header
@@ -45,7 +45,6 @@ __all__ = [
     "Recorder",
     "loader_kinds",
     "loaders_under_way",
-    "record_if_ordered",
     "state_of",
     "watch_loaders",
 ]
@@ -115,17 +114,11 @@ WAIT_SECONDS = 30.0
 """Limit of the wait for other ranks' journals."""
 
 
-def record_if_ordered(checkpointer: CheckpointerCore) -> None:
-    """Carry out this process's order, if it has one. Raises OSError if nothing can be recorded: the
-    job has no other purpose."""
-    if (order := order_here()) is not None:
-        checkpointer._callbacks.add(Recorder(order, checkpointer))
-
-
 class Recorder(Callbacks):
-    """The recorder of one checkpointer."""
+    """The recorder of one checkpointer, which carries out this process's order."""
 
     def __init__(self, order: ProofOrder, checkpointer: CheckpointerCore) -> None:
+        """Raises OSError if nothing can be recorded: the job has no other purpose."""
         self._order, self._checkpointer = order, checkpointer
         self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
         place = checkpointer.config.path
