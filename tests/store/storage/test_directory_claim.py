@@ -94,6 +94,16 @@ def living(tmp_path: Path) -> Iterator[Any]:
         end(process)
 
 
+def killed(process: subprocess.Popen[str], directory: Path, node: str = "*") -> None:
+    """Kill it, and wait until its claim is gone: the process that held it open for it ends a moment
+    later."""
+    process.kill()
+    process.wait()
+    marks = f".claim.{OTHERS}.{node}"
+    while any(file_lock.holder(mark) is not None for mark in directory.glob(marks)):
+        time.sleep(0.01)
+
+
 def marks(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.iterdir() if p.name.startswith(CLAIM_PREFIX))
 
@@ -150,19 +160,18 @@ def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
     assert other.stdout.readline() == "staked\n"
     try:
         assert f"process {other.pid} on " in mine().stake()
-        other.kill()
-        other.wait()
+        killed(other, tmp_path)
         assert mine().stake() == "", "the child that is left has no claim"
     finally:
         end(other)
 
 
 def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
-    mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow file system: a claim whose job died meanwhile blocks nobody."""
     other = living()
-    look, monotonic = DirectoryClaim._others, time.monotonic
+    look, monotonic, sleep = DirectoryClaim._others, time.monotonic, time.sleep
     late = [0.0]
 
     def slow(self: DirectoryClaim) -> Any:
@@ -170,8 +179,8 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
         return look(self)
 
     def kill(seconds: float) -> None:
-        other.kill()
-        other.wait()
+        monkeypatch.setattr(claims.time, "sleep", sleep)
+        killed(other, tmp_path)
 
     monkeypatch.setattr(DirectoryClaim, "_others", slow)
     monkeypatch.setattr(claims.time, "monotonic", lambda: monotonic() + late[0])
@@ -180,15 +189,14 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
 
 
 def test_one_that_is_just_dying_is_waited_for(
-    mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = living()
-    naps = []
+    other, naps, sleep = living(), [], time.sleep
 
     def kill(seconds: float) -> None:
         naps.append(seconds)
-        other.kill()
-        other.wait()
+        monkeypatch.setattr(claims.time, "sleep", sleep)
+        killed(other, tmp_path)
 
     monkeypatch.setattr(claims.time, "sleep", kill)
     monkeypatch.setattr(claims, "HERE_SECONDS", 60.0)
@@ -239,13 +247,14 @@ def test_a_running_job_is_left_alone_whatever_its_launch_is_called(
     assert "another job uses" in mine(**now).stake()
 
 
-def test_an_agents_ranks_of_both_runs_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
+def test_an_agents_ranks_of_both_runs_must_be_gone_on_its_node(
+    tmp_path: Path, mine: Any, living: Any
+) -> None:
     run_starters = ["agent", "x"]
     first = living(0, run_starters, starters=["agent"])
     living(1, run_starters, starters=["x"])
     assert "another job uses" in mine(starters=["agent"]).stake()
-    first.kill()
-    first.wait()
+    killed(first, tmp_path, "0")
     assert mine(starters=["agent"]).stake() == ""
 
 
@@ -379,7 +388,7 @@ def test_a_claim_that_says_nothing_of_its_holder_counts(tmp_path: Path, mine: An
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
     assert "another job uses" in mine().stake()
-    holder.kill()
+    killed(holder, tmp_path)
     end(holder)
     assert mine().stake() == ""
     assert marks(tmp_path) == [f".claim.{TOKEN}.0"]
