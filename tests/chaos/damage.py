@@ -15,7 +15,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
 from tierckpt.core.restore_plan import Inventory, Location, plan_restore
-from tierckpt.format.ids import ShardKey, VersionId, VersionName
+from tierckpt.format import ShardKey, VersionId, VersionName
 from tierckpt.journal.segments import FOLDER, SegmentName, names_in
 from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local import LocalStore

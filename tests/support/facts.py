@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tierckpt.core.restore_plan import Found, FoundParity, Location
+from tierckpt.format import Manifest, VersionFacts
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, VersionName
-from tierckpt.format.manifest import Manifest
-from tierckpt.format.records import VersionFacts
 
 RUN = "5eed"
 

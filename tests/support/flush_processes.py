@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from tests.support.facts import facts_named
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,

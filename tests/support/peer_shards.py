@@ -17,9 +17,7 @@ from tests.support.facts import manifest_of
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.erasure.parity_manifest import ParityManifest
-from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
-from tierckpt.format.layout import BLOCK_BYTES
-from tierckpt.format.manifest import digest
+from tierckpt.format import BLOCK_BYTES, PAGE_BYTES, ParityKey, ShardKey, VersionId, digest
 from tierckpt.format.shard_file import encode_table
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.parity_file import check_parity

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.facts import facts_named
-from tierckpt.format.ids import ShardKey
-from tierckpt.format.records import VersionFacts
+from tierckpt.format import ShardKey, VersionFacts
 from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.support.facts import manifest_of
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import PAGE_BYTES, Manifest, ShardKey, VersionId
 
 IMAGE_BYTES = 3 * PAGE_BYTES
 

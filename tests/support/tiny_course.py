@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierckpt.format.ids import ShardKey
+from tierckpt.format import ShardKey
 from tierckpt.testing import TinyJob
 
 STEPS = 8

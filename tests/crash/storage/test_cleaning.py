@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.storage import local as localstore
 from tierckpt.storage.local import LocalStore
 

@@ -17,7 +17,7 @@ from tests.support.crash.launcher import Job
 from tests.support.crash.scenario import RANKS
 from tests.support.thorough import points
 from tierckpt.agent.flusher import sound_image
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest
 from tierckpt.storage.local import LocalStore
 
 # The first three creations fill the pool. v4 and v8 are committed, and their slots' next versions

@@ -14,7 +14,7 @@ from tests.dist.storage.test_persistent_level import lose_the_nodes
 from tests.dist.storage.test_persistent_level import settings as persistent_settings
 from tests.support import exact
 from tests.support.training import Place, attach, make_job, restored_into, train
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 

@@ -25,7 +25,7 @@ from tests.dist.peer.test_peer_level import (
 from tests.support.tmpfs import mount, unmount
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt import _faults
-from tierckpt.format.ids import PAGE_BYTES, ParityKey, VersionId
+from tierckpt.format import PAGE_BYTES, ParityKey, VersionId
 
 SCHEME = "partner"
 EARLIER, HIT = 2, 4

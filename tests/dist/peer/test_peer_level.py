@@ -16,7 +16,7 @@ from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import ConfigError, RestoreError
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest
 from tierckpt.restore import rebuild
 from tierckpt.restore.shards import ShardImage
 from tierckpt.storage.local import LocalStore

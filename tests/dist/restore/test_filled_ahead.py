@@ -21,7 +21,7 @@ from tests.support.training import (
     rank,
     restored_into,
 )
-from tierckpt.format.layout import Piece
+from tierckpt.format import Piece
 from tierckpt.restore import verification
 from tierckpt.restore.loader import TensorPreallocator
 from tierckpt.restore.shards import Part

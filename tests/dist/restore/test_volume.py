@@ -13,7 +13,7 @@ import tierckpt.restore.rebuild
 from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.training import Place, attach, crash_after, make_job, rank, working_in
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest
 from tierckpt.restore.shards import ShardImage
 from tierckpt.storage.persistent.shards import ShardReader
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.flush_processes import name_of
 from tests.support.net_nodes import NodeProcess, narrowed, network_or_skip
 from tests.support.s3_server import KEY, SECRET, rclone, serving
-from tierckpt.format.ids import ShardKey
+from tierckpt.format import ShardKey
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing.fault_injection import content_of
 from tierckpt.testing.network import HUB_ADDRESS, Network

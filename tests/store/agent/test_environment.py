@@ -41,8 +41,7 @@ from tierckpt.agent.protocol import (
 from tierckpt.agent.server import TrainerSession
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.coordination import settings_check
-from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest, ShardKey, VersionId
 from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.wire import Address
 from tierckpt.storage.job_directory import JobDirectory

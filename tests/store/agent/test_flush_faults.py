@@ -23,7 +23,7 @@ from tierckpt.agent import client
 from tierckpt.checkpointer import shutdown
 from tierckpt.core import decisions
 from tierckpt.events import Event
-from tierckpt.format.ids import ShardKey
+from tierckpt.format import ShardKey
 from tierckpt.storage.local import CommitTimes, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob

@@ -30,7 +30,7 @@ from tierckpt.agent.protocol import (
     PersistentSettings,
     Problem,
 )
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 from tierckpt.storage.marks import LocalPins
 from tierckpt.storage.persistent import (
     LeaseHeldError,

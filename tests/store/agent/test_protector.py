@@ -28,8 +28,7 @@ from tierckpt.agent.protocol import (
     ProtectFailed,
 )
 from tierckpt.errors import ConfigError
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import PAGE_BYTES, Manifest, ShardKey, VersionId
 from tierckpt.peer.exchange import Exchange
 from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport

@@ -45,7 +45,7 @@ from tierckpt.agent.protocol import (
     Welcome,
 )
 from tierckpt.config import YEAR_SECONDS
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.restore import loader
 from tierckpt.storage.job_directory import JobDirectory

@@ -46,7 +46,7 @@ from tierckpt.agent.protocol import (
 from tierckpt.agent.server import Agent, TrainerSession
 from tierckpt.codecs import codec
 from tierckpt.errors import TierckptError
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format import ParityKey, ShardKey, VersionId
 from tierckpt.storage.local import LocalStore
 from tierckpt.testing import TinyJob
 from tierckpt.testing.fault_injection import commit_one

@@ -19,7 +19,7 @@ from tierckpt.agent.protocol import (
     Problem,
 )
 from tierckpt.agent.status import GONE, RUNS, SILENT, Activity, StatusServer, Task, find_agents
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.storage import file_lock
 from tierckpt.storage.job_directory import JobDirectory
 

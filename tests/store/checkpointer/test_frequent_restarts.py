@@ -13,7 +13,7 @@ import pytest
 from tests.support.facts import found_at
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.core.restore_plan import Found, Location
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 from tierckpt.testing import TinyJob
 
 LONG_SECONDS = 1e6

@@ -11,7 +11,7 @@ import torch
 
 import tierckpt
 from tierckpt.errors import TierckptError
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest
 from tierckpt.proof.recorder import state_of
 
 

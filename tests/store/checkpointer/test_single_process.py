@@ -18,7 +18,7 @@ import torch
 from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.format.ids import FORMAT_MAJOR
+from tierckpt.format import FORMAT_MAJOR
 from tierckpt.snapshot import copy_engine
 from tierckpt.storage.slot_pool import NoSlotError
 from tierckpt.testing import TinyJob, run_in_child

@@ -32,8 +32,8 @@ from tierckpt import _faults
 from tierckpt.agent.flusher import LostBaseError
 from tierckpt.codecs.codec import CodecError
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
+from tierckpt.format import Manifest
 from tierckpt.format.ids import MANIFEST, RETIRED, VersionId
-from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local import LocalStore, open_encoded
 from tierckpt.storage.persistent import FlushCancelledError, PersistentStore
 from tierckpt.testing import injected

@@ -19,8 +19,7 @@ from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.codecs.shard_coding import Base
 from tierckpt.codecs.zstd import Zstd
 from tierckpt.errors import CorruptShardError, RestoreError
-from tierckpt.format.ids import VersionId
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest, VersionId
 from tierckpt.storage.local import ENCODED_SUFFIX, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob

@@ -10,7 +10,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots import GroupBallots
 from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.core.levels import DONE, LOCAL, MEMORY
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.group import SingleGroup
 
 

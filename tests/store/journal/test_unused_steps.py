@@ -17,7 +17,7 @@ import torch
 import tierckpt
 from tests.store.journal.test_repeated_steps import Loop, attach, train
 from tierckpt.cli.main import main
-from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.format import PAGE_BYTES
 from tierckpt.journal import recorder
 from tierckpt.journal.segments import FOLDER, names_in
 

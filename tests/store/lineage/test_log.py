@@ -11,8 +11,7 @@ import pytest
 
 from tierckpt.cli.main import main
 from tierckpt.cli.versions import PLAIN_TREE_LINES, TREE_LINES, _drawn
-from tierckpt.format.ids import VersionId
-from tierckpt.format.records import RunEnd, RunRecord
+from tierckpt.format import RunEnd, RunRecord, VersionId
 from tierckpt.lineage.history import Branch
 from tierckpt.lineage.run_notes import command_hash
 from tierckpt.storage.notes import RunRecords

@@ -25,9 +25,7 @@ from tests.support.tmpfs import SIZE_BYTES
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.format.layout import BLOCK_BYTES
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import BLOCK_BYTES, Manifest, ParityKey, ShardKey, VersionId
 from tierckpt.peer import remote_reads
 from tierckpt.peer.parity_file import Read, check_parity
 from tierckpt.peer.remote_reads import RemoteNode

@@ -15,8 +15,7 @@ from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import Inventory
-from tierckpt.format.ids import ShardKey
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest, ShardKey
 from tierckpt.peer import remote_reads
 from tierckpt.peer.remote_reads import RemoteNode
 from tierckpt.peer.transport import Transport

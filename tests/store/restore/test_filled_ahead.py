@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.format.layout import Piece
+from tierckpt.format import Piece
 from tierckpt.restore import loader, shards
 from tierckpt.restore.loader import TensorPreallocator
 from tierckpt.storage.job_directory import JobDirectory

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.late_copies import before_blocks
-from tierckpt.format.ids import ShardKey
+from tierckpt.format import ShardKey
 from tierckpt.snapshot import snapshot
 from tierckpt.snapshot.phase import Phase
 from tierckpt.snapshot.snapshot import Snapshot

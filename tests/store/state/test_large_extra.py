@@ -17,7 +17,7 @@ import torch
 
 import tierckpt
 from tests.support import exact
-from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format import BLOCK_BYTES
 from tierckpt.format.shard_file import decode_header
 from tierckpt.snapshot import snapshot
 from tierckpt.snapshot.phase import Phase

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ddp_ckpt
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob

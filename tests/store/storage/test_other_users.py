@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tierckpt.cli.main import main
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.storage import claims
 from tierckpt.storage.claims import DirectoryClaim
 from tierckpt.storage.local import LocalStore

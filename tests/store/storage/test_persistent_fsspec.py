@@ -12,7 +12,7 @@ import pytest
 from tests.support import persistent_shards
 from tests.support.persistent_shards import facts_of, name_of
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.format.ids import ShardKey
+from tierckpt.format import ShardKey
 from tierckpt.storage.persistent import ShardSource
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.testing.fault_injection import content_of, key_of, manifest_of

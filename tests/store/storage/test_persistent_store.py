@@ -18,8 +18,8 @@ import pytest
 from tests.support.facts import facts_named
 from tests.support.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format import VersionFacts
 from tierckpt.format.ids import MANIFEST, RETIRED, Lineage, VersionId
-from tierckpt.format.records import VersionFacts
 from tierckpt.storage.persistent import (
     FlushCancelledError,
     FlushPacer,

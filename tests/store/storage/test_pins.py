@@ -16,7 +16,7 @@ from tierckpt.cli.main import main
 from tierckpt.config import load_config
 from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.core import decisions
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 from tierckpt.group import Node
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.marks import LocalPins, PersistentPins

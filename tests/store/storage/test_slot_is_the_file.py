@@ -20,7 +20,7 @@ from tests.support.processes import end, python
 from tests.support.shards import manifest
 from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.storage import slots
 from tierckpt.storage.durable import mount_of
 from tierckpt.storage.job_directory import JobDirectory

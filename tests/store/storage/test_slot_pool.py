@@ -18,7 +18,7 @@ from tests.support.processes import end, python
 from tests.support.shards import manifest
 from tierckpt.checkpointer.node_resources import held_bytes
 from tierckpt.config import Config
-from tierckpt.format.ids import PAGE_BYTES, VersionId
+from tierckpt.format import PAGE_BYTES, VersionId
 from tierckpt.group import Node
 from tierckpt.storage import slot_pool
 from tierckpt.storage.file_lock import lock_shared, unlock

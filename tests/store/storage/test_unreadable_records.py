@@ -18,7 +18,7 @@ from tierckpt import RestoreError
 from tierckpt.config import load_config
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.core.restore_plan import Found, Location
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore

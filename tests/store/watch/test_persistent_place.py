@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.facts import facts_named
-from tierckpt.format.ids import VersionId
-from tierckpt.format.records import VersionFacts
+from tierckpt.format import VersionFacts, VersionId
 from tierckpt.storage.persistent import PersistentStore, ShardSource, VersionName
 from tierckpt.watch.observer import look_at
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
-from tierckpt.format.ids import ShardKey
+from tierckpt.format import ShardKey
 from tierckpt.storage.job_directory import JobDirectory, job_id_of
 from tierckpt.storage.local import LocalStore
 

@@ -40,7 +40,7 @@ from tierckpt.agent.protocol import (
     Welcome,
     version_of,
 )
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 
 ENDS = ["says nothing more", "says nonsense", "closes", "closes in mid message"]
 

@@ -35,7 +35,7 @@ from tierckpt.agent.protocol import (
     packets_of,
     version_of,
 )
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 
 IDS = st.builds(VersionId, st.integers(0, 99), st.integers(0, 10**9))
 KEYS = st.builds(ShardKey, IDS, st.integers(0, 99), st.integers(100, 10**5))

@@ -16,7 +16,7 @@ from tierckpt.checkpointer import shutdown
 from tierckpt.checkpointer.shutdown import WaitProgress
 from tierckpt.config import load_config
 from tierckpt.core.levels import PEER, PERSISTENT, Level
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.restore.progress import Progress
 
 STORE = "/shared/ckpts"

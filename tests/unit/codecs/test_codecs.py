@@ -25,7 +25,7 @@ from tierckpt.codecs.difference import difference, undone
 from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.format.manifest import Buffer, Encoding, Parameter
 from tierckpt.storage.persistent import PersistentStore, backends
 from tierckpt.storage.persistent.backends import PosixBackend

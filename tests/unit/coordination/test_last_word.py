@@ -12,7 +12,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots import RankGoneError, ballots_for
 from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.core.levels import BROKEN, DONE, MEMORY, PENDING
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.group import Node
 from tierckpt.testing.groups import ThreadGroup, run_ranks
 

@@ -25,7 +25,7 @@ from tierckpt.coordination.versions import Reports
 from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.core.levels import BROKEN, DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.events import JobEnd
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.group import SingleGroup
 
 CONFIG = load_config({"path": "/disk", "persistent_path": "/far", "local_every_seconds": 60}, {})

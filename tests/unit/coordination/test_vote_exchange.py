@@ -28,7 +28,7 @@ from tierckpt.coordination.ballots import (
     ballots_for,
 )
 from tierckpt.core.decisions import VOTE_WIDTH
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.group import Node
 from tierckpt.testing.groups import ThreadGroup, run_ranks
 

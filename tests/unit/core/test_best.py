@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierckpt.core.decisions import NO_METRIC, as_vote, of_vote
 from tierckpt.core.retention import Best, best_of
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 measured = st.dictionaries(st.builds(VersionId, st.just(1), st.integers(0, 30)), finite, max_size=9)

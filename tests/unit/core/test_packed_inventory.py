@@ -17,8 +17,7 @@ from tierckpt.core.restore_plan import (
     pack_inventory,
     unpack_inventory,
 )
-from tierckpt.format.ids import ParityKey, VersionId
-from tierckpt.format.records import VersionFacts
+from tierckpt.format import ParityKey, VersionFacts, VersionId
 from tierckpt.testing.groups import run_ranks
 
 RANKS = 4

@@ -23,7 +23,7 @@ from tierckpt.core.restore_plan import (
     plan_restore,
 )
 from tierckpt.erasure.codes import Code
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format import ParityKey, ShardKey, VersionId
 
 LINEAGE = ((1, 0),)
 VERSIONS = (1, 2)

@@ -18,8 +18,8 @@ from tierckpt.core.retention import (
     retirable,
     retirable_names,
 )
+from tierckpt.format import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId, VersionName, newest_first, on_lineage
-from tierckpt.format.records import VersionFacts
 
 
 def stands_for_a_multiple(id_: VersionId, line: list[VersionId], every: int) -> bool:

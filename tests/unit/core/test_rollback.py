@@ -15,7 +15,7 @@ from tierckpt.core.branches import (
     rollback_of_setting,
 )
 from tierckpt.errors import RestoreError
-from tierckpt.format.ids import VersionId, newest_first
+from tierckpt.format import VersionId, newest_first
 
 
 def test_the_newest_record_counts_with_the_requests_of_all() -> None:

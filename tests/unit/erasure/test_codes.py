@@ -31,9 +31,7 @@ from tierckpt.erasure.codes import (
 )
 from tierckpt.erasure.kernels import Product
 from tierckpt.errors import CorruptShardError, RestoreError
-from tierckpt.format import manifest
-from tierckpt.format.ids import PAGE_BYTES
-from tierckpt.format.manifest import DIGEST_BYTES
+from tierckpt.format import DIGEST_BYTES, PAGE_BYTES, manifest
 
 WINDOW_BYTES = 5000
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
+from tierckpt.format import DIGEST_BYTES, Manifest, ShardKey, VersionId, digest
 from tierckpt.format.records import ITERATION_COUNTS, VersionFacts, VersionManifest
 
 numbers = st.integers(0, 2**62)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.errors import FormatError
-from tierckpt.format.ids import PAGE_BYTES
-from tierckpt.format.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
+from tierckpt.format import BLOCK_BYTES, PAGE_BYTES, Layout, TensorSpec, plan_layout
 from tierckpt.format.shard_file import RANK_STATE, decode_header, encode_header, encode_table
 from tierckpt.state import tree_codec
 

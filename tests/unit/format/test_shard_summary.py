@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_ckpt.torch_group import gathered_bytes
-from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format import TensorSpec, plan_layout
 from tierckpt.format.shard_file import (
     RankState,
     ShardHeader,

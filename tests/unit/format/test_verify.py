@@ -6,8 +6,7 @@ import pytest
 
 from tests.support.facts import manifest_of
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format import ShardKey, TensorSpec, VersionId, plan_layout
 from tierckpt.format.manifest import digests_of, verify_shard
 from tierckpt.format.shard_file import decode_header, encode_header
 

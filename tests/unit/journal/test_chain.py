@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 from tierckpt.journal.segments import (
     BOUNDARY,
     FrameHead,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.support.facts import found_at, parity_at
 from tierckpt.core.restore_plan import Found, FoundParity, Location
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format import ParityKey, ShardKey, VersionId
 from tierckpt.offline.catalog import outlook
 from tierckpt.offline.survey import Survey
 

@@ -25,7 +25,7 @@ from tierckpt.errors import (
     PeerError,
     RefusedError,
 )
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.peer import wire
 from tierckpt.peer.transport import Transport
 from tierckpt.peer.wire import Address, Link, own_host

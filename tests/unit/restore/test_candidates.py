@@ -11,7 +11,7 @@ from tests.support.facts import found_at
 from tierckpt.core.levels import AGENT, LOCAL, PERSISTENT
 from tierckpt.core.restore_plan import EVERYWHERE, Found, Location, RestorePlan
 from tierckpt.errors import RestoreError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format import ShardKey, VersionId
 from tierckpt.restore.shards import Failure, FaultScope
 from tierckpt.restore.verification import Candidates
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tierckpt.format.layout import Piece, TensorSpec, plan_layout
+from tierckpt.format import Piece, TensorSpec, plan_layout
 from tierckpt.format.shard_file import decode_header, encode_header
 from tierckpt.restore.loader import PieceWriter
 

@@ -20,8 +20,7 @@ from tests.support.peer_shards import shard_of
 from tierckpt.codecs.codec import CodecError
 from tierckpt.core.restore_plan import Location, RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import VersionId
-from tierckpt.format.manifest import Manifest
+from tierckpt.format import Manifest, VersionId
 from tierckpt.format.shard_file import RankState, ShardSummary, VersionSummary, decode_header
 from tierckpt.group import SingleGroup
 from tierckpt.restore import shards

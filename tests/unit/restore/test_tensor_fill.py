@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format import TensorSpec, plan_layout
 from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
 from tierckpt.restore.loader import LARGE_BYTES, TensorPreallocator
 from tierckpt.restore.shards import Part

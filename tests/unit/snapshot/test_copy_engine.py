@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierckpt.format.manifest import DIGEST_BYTES, digest
+from tierckpt.format import DIGEST_BYTES, digest
 from tierckpt.snapshot import copy_engine
 from tierckpt.snapshot.copy_engine import Desk, Engine, Job, Progress, Table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.format import PAGE_BYTES
 from tierckpt.snapshot import copy_plan
 from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state.training_state import TrainingState

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.late_device import LateDevice
-from tierckpt.format.manifest import digest
+from tierckpt.format import digest
 from tierckpt.snapshot import copy_engine, cuda
 from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.snapshot.cuda import DeviceCopyError, Sources

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tierckpt.errors import ConfigError
-from tierckpt.format.layout import PER_RANK
+from tierckpt.format import PER_RANK
 from tierckpt.state.training_state import Placements
 
 

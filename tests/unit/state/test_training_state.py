@@ -15,7 +15,7 @@ from torch import nn
 
 from tierckpt.checkpointer import start
 from tierckpt.errors import UnsupportedStateError
-from tierckpt.format.layout import PER_RANK, UNIT_BYTES
+from tierckpt.format import PER_RANK, UNIT_BYTES
 from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state import process_state, training_state
 from tierckpt.state.names import unwrap

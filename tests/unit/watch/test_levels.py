@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tierckpt.agent.protocol import LevelStatus
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 from tierckpt.offline.catalog import Row
 from tierckpt.watch.observer import level_views, restart_of, steps_per_second
 from tierckpt.watch.view import LevelView

@@ -17,7 +17,7 @@ from tierckpt.core.restore_plan import (
 )
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format import ParityKey, ShardKey, VersionId
 
 ID = VersionId(1, 5)
 RANKS = 4

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tierckpt.errors import PeerError
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.format.records import VersionFacts
+from tierckpt.format import PAGE_BYTES, ShardKey, VersionFacts, VersionId
 from tierckpt.journal import copies
 from tierckpt.journal.copies import Keeper, SmallStateReceiver, SmallStateSender
 from tierckpt.journal.segments import SegmentName
