@@ -42,8 +42,8 @@ PARTS = {
     "step()": ("checkpointer.checkpointer:Checkpointer.step",),
     "hooks at the boundary": (
         "hooks.iterations:Hooks.called",
-        "hooks.epoch_ends:EpochEnds.passed",
-        "hooks.unsaved_objects:Unsaved.boundary",
+        "hooks.epoch_ends:EpochEnds.iteration_ends",
+        "hooks.unsaved_objects:Unsaved.boundary_begins",
     ),
     "release": (
         "ddp_ckpt.comm_hook:ReleaseHook._release_group",
@@ -64,7 +64,7 @@ PARTS = {
     ),
     "halt": (
         "halt.controller:HaltController.vote",
-        "halt.controller:HaltController.receive",
+        "halt.controller:HaltController.read",
     ),
     "facts": ("checkpointer.loop:CheckpointerCore._facts",),
     "open": (
@@ -87,15 +87,15 @@ PARTS = {
     "encode the tree": ("state.tree_codec:EncodedTree.__init__",),
     "copy the tree": ("state.tree_codec:EncodedTree.copy",),
     "replica check": (
-        "replicas.monitor:ReplicaMonitor.compare",
+        "replicas.monitor:ReplicaMonitor.read",
         "replicas.monitor:ReplicaMonitor.vote",
-        "replicas.monitor:ReplicaMonitor.begin",
-        "replicas.monitor:ReplicaMonitor.finish",
+        "replicas.monitor:ReplicaMonitor.voted",
+        "replicas.monitor:ReplicaMonitor.settle",
         "replicas.replicated_state:Look.run",
     ),
     "unchanged": (
         "replicas.unchanged:Unchanged.sealed",
-        "replicas.unchanged:Unchanged.compare",
+        "replicas.unchanged:Unchanged.read",
     ),
     "report": (
         "checkpointer.loop:ActiveSnapshot._report",

@@ -51,6 +51,7 @@ from lib.report import align
 from lib.step_models import mlp
 from lib.terminal import parser_of
 from tierckpt.core.levels import LOCAL, MEMORY
+from tierckpt.core.parts import call
 from tierckpt.journal.segments import FOLDER
 
 VERSIONS, JOURNAL = "a version at every step", "the journal"
@@ -143,7 +144,7 @@ class Side:
 
     def _stop(self) -> None:
         """Make no records before the next version."""
-        self.ckpt._journal.pause()
+        call(self.ckpt._parts.pause)
 
     def bytes_a_step(self) -> int:
         """Bytes on disk of one step, of all ranks; those since the last block began."""

@@ -56,7 +56,7 @@ class Spent:
             time.thread_time()
         self._clock_seconds = (time.perf_counter() - begin) / 1000
         for owner, names in (
-            (ReplicaMonitor, ("compare", "vote", "begin", "finish")),
+            (ReplicaMonitor, ("read", "vote", "voted", "settle")),
             (Look, ("run",)),
         ):
             for name in names:
@@ -95,7 +95,7 @@ class Rank:
     def block(self, steps: int, kind: str) -> tuple[float, float]:
         """Train; return the CPU seconds per step, and of these inside the check."""
         model, optimizer = self.sides[kind != "without"]
-        self.ckpt._replicas.active = kind == "checked"
+        self.ckpt._parts.find(ReplicaMonitor).active = kind == "checked"
         dist.barrier()
         self.spent.seconds = 0.0
         cpu = time.process_time()

@@ -190,10 +190,10 @@ def left_by(handle: Handle, condition: Condition) -> Survivors:
     """The live state of a rank that trained with this checkpointer; UNSOUND if a restore was
     interrupted."""
     condition = Condition.UNSOUND if handle.state.torn else condition
-    finding = handle.drift
-    odd = finding is not None and handle.group.rank in (finding.odd or ())
+    drifted = handle.drifted
+    odd = drifted is not None and handle.group.rank in drifted
     at = (handle.steps_made, handle.iteration, handle.lineage, handle.version)
-    return Survivors(condition, *at, finding is not None, odd)
+    return Survivors(condition, *at, drifted is not None, odd)
 
 
 def best_of(by_rank: Sequence[Survivors | None]) -> tuple[int, Survivors] | None:

@@ -22,6 +22,8 @@ RECORD = Path(__file__).with_suffix(".json")
 PRODUCT = ("common", "ddp_ckpt", "horovod_ckpt")
 TRAINER = ("ddp_ckpt", "tierckpt", "tierckpt.checkpointer.checkpointer")
 AGENT = ("tierckpt.agent.process",)
+TABLE = "tierckpt.checkpointer.checkpointer"
+"""The module with the table of parts."""
 MEANING = {
     "modules": "modules of the product",
     "one_importer": "of them, imported by a single other module",
@@ -98,13 +100,17 @@ class Tree:
 
     @cached_property
     def one_importer(self) -> list[str]:
-        """Modules, without the faces of folders, that a single other module imports."""
+        """Modules that a single other module imports; without the faces of folders, and without
+        the parts of a checkpointer, which their table imports."""
         importers = defaultdict(set)
         for name, path in self.product.items():
             for target in self._targets(path) - {name}:
                 importers[target].add(name)
         faces = {name for name, path in self.product.items() if path.name == "__init__.py"}
-        return sorted(name for name, by in importers.items() if len(by) == 1 and name not in faces)
+        alone = {name for name, by in importers.items() if len(by) == 1} - faces
+        of_table = {name for name in alone if importers[name] == {TABLE}}
+        parts = {name for name in of_table if "(Part):" in (ROOT / self.product[name]).read_text()}
+        return sorted(alone - parts)
 
     def closure(self, roots: tuple[str, ...]) -> set[str]:
         """The modules that are imported with some others, the folders they are in included."""

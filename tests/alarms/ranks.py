@@ -29,12 +29,12 @@ from tests.alarms.scripts import SCRIPTS
 from tests.dist.state.test_state_matrix import ALIKE, NOT_BY_DDP, says
 from tests.store.state.test_optimizer_fleet import OTHERS, TORCHS
 from tests.support import exact
+from tests.support.parts import monitor_of
 from tests.support.state_matrix.jobs import Job
 from tests.support.state_matrix.matrix import CASES, PRODUCT
 from tests.support.state_matrix.proof import seed_everything
-from tierckpt.core import replica_check
-from tierckpt.format.layout import REPLICATED
-from tierckpt.replicas import replicated_state
+from tierckpt.format import REPLICATED
+from tierckpt.replicas import replica_check, replicated_state
 
 RANKS = 2
 STEPS = (4, 7, 50)
@@ -158,7 +158,7 @@ def run(name: str, seed: int, place: Path, check_steps: int) -> Told:
         images: list[Any] = [None] * RANKS
         dist.all_gather_object(images, image(ckpt))
         told.apart = tuple(exact.differences(images[0], images[1]))
-        clean = ckpt._replicas._clean
+        clean = monitor_of(ckpt)._clean
         rounds = min(3 * check_steps, told.boundaries - 3)
         told.unseen = clean is None or clean < ckpt.version - rounds * ckpt.version / iteration - 3
     finally:

@@ -27,9 +27,16 @@ from tierckpt.agent.server import TrainerSession
 from tierckpt.agent.status import Activity
 from tierckpt.codecs.codec import Pipeline
 from tierckpt.codecs.shard_coding import Decoder, Read, cut
-from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
-from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format import (
+    PAGE_BYTES,
+    REPLICATED,
+    Manifest,
+    Piece,
+    ShardKey,
+    TensorSpec,
+    VersionId,
+    digest,
+)
 from tierckpt.format.shard_file import encode_table
 from tierckpt.storage.local import LocalStore, open_encoded
 from tierckpt.storage.persistent import (

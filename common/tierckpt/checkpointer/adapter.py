@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from tierckpt.core.decisions import VOID, Reason
-from tierckpt.core.replica_check import NONE, Finding
+from tierckpt.core.parts import call
 from tierckpt.format.ids import Lineage
 from tierckpt.group import Group
 from tierckpt.hooks.iterations import NO_CALLS
@@ -125,15 +125,14 @@ class Handle:
     @property
     def traces(self) -> bool:
         """True if the run is traced."""
-        return self._checkpointer._trace is not None
+        return bool(self._checkpointer._parts.name_reductions)
 
     def name_reductions(self, names: Mapping[str, Sequence[str]]) -> None:
         """Record the parameters of each reduction in a library's own timeline.
 
         `names`: for each reduction the names of its parameters. Empty: this rank has none in it.
         """
-        if self._checkpointer._trace is not None:
-            self._checkpointer._trace.know(names)
+        call(self._checkpointer._parts.name_reductions, names)
 
     # --- a job that ends, or whose ranks change -----------------------------------------------
 
@@ -156,15 +155,20 @@ class Handle:
 
         Raises ReplicaError, on all ranks, if replicas differ and `on_drift` is `stop`.
         """
-        replicas = self._checkpointer._replicas
-        digest = replicas.last_digest(self.version) if whole else NONE
-        replicas.compare_last(self.group.all_gather_object(digest))
-        replicas.raise_error()
+        parts = self._checkpointer._parts
+        version = self.version if whole else None
+        digests = [last_digest(version) for last_digest in parts.last_digest]
+        gathered = self.group.all_gather_object(digests)
+        for number, compare_last in enumerate(parts.compare_last):
+            compare_last([each[number] for each in gathered])
+        if failure := parts.first_failure():
+            raise failure
 
     @property
-    def drift(self) -> Finding | None:
-        """The difference between replicas, from its discovery until they are equal again."""
-        return self._checkpointer._replicas.finding
+    def drifted(self) -> Sequence[int] | None:
+        """The ranks in the minority while replicas differ, see `Part.drifted`."""
+        found = [drifted() for drifted in self._checkpointer._parts.drifted]
+        return next((ranks for ranks in found if ranks is not None), None)
 
     @property
     def lineage(self) -> Lineage:

@@ -29,12 +29,20 @@ from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.coordination.proof_order import order_here, redirected
 from tierckpt.core.decisions import Reason
 from tierckpt.core.levels import MEMORY
+from tierckpt.core.parts import Boundary, Part, call
 from tierckpt.errors import ConfigError, PinError, RestoreError, TierckptError
 from tierckpt.events import Callback, JobEnd, check_receiver
 from tierckpt.format.ids import VersionId
 from tierckpt.format.records import TRAINING_END
+from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group, SingleGroup
-from tierckpt.lineage.fork import ForkOrder, PartReport, Selection
+from tierckpt.halt.controller import HaltController
+from tierckpt.hooks.epoch_ends import EpochEnds
+from tierckpt.hooks.unsaved_objects import Unsaved
+from tierckpt.journal.journal import Journal
+from tierckpt.lineage.fork import ForkOrder, Forks, PartReport, Selection
+from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
@@ -48,19 +56,105 @@ from tierckpt.storage.routed import FileFolders, VersionFiles
 from . import shutdown, start
 from .adapter import Adapter, Handle, check_adapter
 from .live_state import as_number
-from .loop import CheckpointerCore
+from .loop import CheckpointerCore, TrainingJob
 from .save_now import FinalVersion
+from .start import DataWitness
 
-__all__ = ["CheckpointerLifetime"]
+__all__ = ["Checkpointer"]
 
+
+class UserCallbacks(Part):
+    """Callbacks of the script, at the moments that are not events."""
+
+    def __init__(self, callbacks: CallbackList) -> None:
+        self._callbacks = callbacks
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job: callbacks may be added later."""
+        return cls(job.callbacks)
+
+    def released(
+        self,
+        params: Sequence[torch.Tensor],
+        version: int,
+        reduction: Any,
+        launched_seconds: float | None,
+    ) -> None:
+        """Call `on_allreduce_launched`."""
+        if self._callbacks:
+            self._callbacks.call("on_allreduce_launched", params)
+
+    def boundary_ends(self, at: Boundary) -> None:
+        """Call `on_step_boundary`."""
+        if self._callbacks:
+            self._callbacks.call("on_step_boundary", at.id.version)
+
+    def restored(self, result: Restored) -> None:
+        """Call `on_restored`."""
+        self._callbacks.call("on_restored", result)
+
+
+class Traced(Part):
+    """The recorder of a trace; few jobs load it."""
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Part | None:
+        """A `Trace`, if the setting asks for it."""
+        if not job.config.trace_dir:
+            return None
+        from tierckpt.tracing.recorder import open_trace
+
+        return open_trace(job.config, job.group.rank, job.state.name_of, job.log)
+
+
+PARTS: tuple[type[Part], ...] = (
+    Unsaved,
+    DataWitness,
+    EpochEnds,
+    Traced,
+    Heartbeat,
+    Forks,
+    Journal,
+    UserCallbacks,
+    Unchanged,
+    ReplicaMonitor,
+    HaltController,
+)
+"""The features, in the order in which each moment calls them. A new one is a row here."""
 
 MEET_SECONDS = 30.0
 """At the end of a process: time to wait for the other ranks before ending alone."""
 
 
-class CheckpointerLifetime(CheckpointerCore):
-    """The begin and the end of a `Checkpointer`. Training thread."""
+NOTHING_LATER = "No further version is taken until restore()"
 
+
+@with_settings
+class Checkpointer(CheckpointerCore):
+    """Checkpoints a replicated training state, layer by layer, during training.
+
+    Args:
+        model: the trained module; it may be wrapped (DDP, `torch.compile`).
+        optimizer: one optimizer, a sequence, or a dict of names and optimizers.
+        adapter: the way in which the loop's library reduces gradients and makes steps; None for a
+            plain loop. `ddp_ckpt.Checkpointer` and `horovod_ckpt.Checkpointer` set it.
+        group: the job's ranks; None for a single process.
+        extra: objects with `state_dict`/`load_state_dict` and the same state on all ranks
+            (scheduler, scaler); also torch and numpy generators.
+        extra_per_rank: the same for objects with a different state on each rank (a data loader).
+        on_event: called with every `Event`, on the training thread.
+        callbacks: see `Callbacks`; `add_callbacks` adds more.
+        config_file: TOML file with settings.
+        settings: any of `Settings`, which `help()` of this class explains.
+
+    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be stored, and
+    TypeError for callbacks that are not callable.
+    The constructor is collective: all ranks call it at the same point.
+    """
+
+    _restored_paths: Mapping[str, str] | None = MappingProxyType({})
+    """Paths of restored files by name; None before they are written."""
     end: JobEnd | None = None
     """What `close()` has left on each level; None before, and after `abandon()`."""
     _folders: FileFolders | None = None
@@ -87,8 +181,8 @@ class CheckpointerLifetime(CheckpointerCore):
         check_receiver(on_event)  # this and the next checks: while no rank waits for another
         adapter, registered = check_adapter(adapter), CallbackList(callbacks)
         given = model, optimizer, extra, extra_per_rank, settings, config_file
-        state, config, topology = start.agree(group, adapter, *given)
-        super().__init__(group, adapter, state, config, topology)
+        state, config, topology = start.agree(group, PARTS, adapter, *given)
+        super().__init__(group, adapter, state, config, topology, PARTS)
         # Nothing has been started yet.
         groups, unprotected = redundancy_groups(config, topology, group)
         slots = config.slots or start.usual_slots(state)
@@ -105,13 +199,294 @@ class CheckpointerLifetime(CheckpointerCore):
             if (order := order_here()) is not None:
                 from tierckpt.proof.recorder import Recorder
 
-                self._callbacks.add(Recorder(order, self))
+                unsaved, data = self._parts.find(Unsaved), self._parts.find(DataWitness)
+                assert unsaved is not None
+                assert data is not None
+                self._callbacks.add(Recorder(order, self, unsaved, data))
             undo.callback(self._adapter_closed)
             self.adapter.attached(Handle(self))
             shutdown.at_exit(self._end_with_process)
             undo.pop_all()
-        self._heartbeat.attached(self._history.job)
+        call(self._parts.attached, self._job)
         _milestones.reached(_milestones.ATTACHED)
+
+    # --- in the loop ------------------------------------------------------------------------------
+
+    def step(self, metric: float | None = None) -> None:
+        """Mark the boundary: call it once per iteration, after the optimizer's (and scheduler's)
+        step.
+
+        Takes a checkpoint if one is due. An iteration without an optimizer step (gradient
+        accumulation, a step skipped by the GradScaler) only counts as an iteration.
+
+        `metric` is a measurement of the current state, for `keep_best`; the one of rank 0 counts.
+        It does not make a checkpoint due (a following `save(now=True)` does). If your loop does not
+        call `step()`, set the attribute `metric` instead: the optimizer's next step clears it.
+
+        With `boundary="forward"` the call only sets `metric`; an event reports that.
+        """
+        position = self._position
+        if metric is not None:
+            position.metric = as_number(metric)
+        if not self._iterations.called():
+            return
+        self._own_hooks.called()
+        self._active.capture.drop_streams()
+        for ends in self._parts.iteration_ends:
+            ends()
+        position.iteration, position.ahead = position.iteration + 1, 0
+        if not (self._history.lineage or self._over):
+            self._levels.begin_afresh()  # all ranks get here, including those that skipped the step
+        if self._iterations.steps and not self._over:
+            self._boundary()
+        self._agreement.passed(position.iteration)
+
+    def save(self, now: bool = False) -> None:
+        """Request a checkpoint on memory and local, independent of the intervals.
+
+        One rank may call it; the checkpoint is taken at the boundary after all ranks know of the
+        request. With `now=True` all ranks call it, between two steps, and it returns when the
+        version is durable on this rank (or an event gave the reason why it is not).
+        """
+        if not isinstance(now, bool):
+            raise TypeError(
+                f"save(now=...) is True or False, not {now!r}; the setting `path` is the place"
+            )
+        self._refuse_closed("save()", TierckptError)
+        if not now:
+            self._agreement.ask()
+            return
+        if self._save_now.saving:  # called by a callback, at the boundary of another save
+            return
+        self._refuse_in_callback("save(now=True)", TierckptError)
+        if why := self._save_now.no_moment():
+            later = "" if self._agreement.diverged is None else f". {NOTHING_LATER}"
+            self._reports.notice(f"save(now=True) stores nothing: {why}{later}", logging.ERROR)
+        else:
+            self._save_now.save()
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[VersionFiles]:
+        """The context in which a program writes files that belong to the state, each rank its own::
+
+            with ckpt.files() as f:
+                torch.save(index, f.route("index.pt"))
+            ckpt.step()
+
+        From the next boundary on they are part of every version, with the tensors of the same
+        boundary, until another `files()` replaces all of them; after a restart `restored_files`
+        has their paths. Not collective. The copier copies them with each version, so files of many
+        bytes need longer intervals. If the block raises, the earlier files stay.
+        """
+        self._refuse_closed("files()", TierckptError)
+        folders = self._file_folders()
+        folders.clear()
+        routed = VersionFiles(folders.routed, self.version + 1, "of the next boundary")
+        try:
+            yield routed
+            sources = routed.sources(lambda text: self._reports.notice(text, logging.WARNING))
+            if self._restored_paths is None:  # they are not there any more
+                self._restored_paths = {}
+            self._state.routed.replace(sources)
+            routed.complete = True
+        finally:
+            routed.complete = bool(routed.complete)
+            folders.clear()  # so a file that is opened later is an error
+
+    @property
+    def restored_files(self) -> Mapping[str, str]:
+        """Paths of this rank's files in the version that was restored last, by name; empty if it
+        has none, or was written by another number of ranks. Ask for it before `files()` replaces
+        them. The files are copies, and stay until the end."""
+        if self._restored_paths is None:
+            folder = self._file_folders().restored(self.group.rank)
+            self._restored_paths = self._state.routed.write(folder)
+        return self._restored_paths
+
+    def _file_folders(self) -> FileFolders:
+        if self._folders is None:
+            where = self.config.shm_dir, self._resources.job, self.group.rank
+            self._folders = FileFolders(*where)
+        return self._folders
+
+    @property
+    def newest(self) -> Mapping[str, int | None]:
+        """The newest version that is complete on each level of the job, such as `{"memory": 12,
+        "local": 10, "persistent": 8}`; None: no version yet.
+
+        What this rank knows since the last boundary, without a look at any place; after `close()`,
+        what that has left. More may be there already: ranks agree on a version one boundary after
+        it is complete, and nodes see the end of a flush at different times.
+        """
+        return self._reports.newest_by_level() if self.end is None else self.end.newest
+
+    def pin(self, version: int) -> tuple[str, ...]:
+        """Protect a version from retention, on all levels; returns the levels that have it now.
+
+        Waits for versions on their way to the levels, as long as there is progress. A version that
+        goes to the persistent level at a later boundary is pinned there when it is complete. All
+        ranks call it, between steps. Raises PinError, on all ranks, if no level has the version or
+        if a level does not answer.
+        """
+        self._refuse_closed("pin()", PinError)
+        self._refuse_in_callback("pin()", PinError)
+        self._save_now.no_moment()  # ranks may have cast different numbers of votes
+        where = (self.config, self.group, self._node)
+        return mark_everywhere("pin", version, *where, self._agent)
+
+    def unpin(self, version: int) -> tuple[str, ...]:
+        """End the protection of `pin`; called in the same way."""
+        self._refuse_closed("unpin()", PinError)
+        self._refuse_in_callback("unpin()", PinError)
+        self._save_now.no_moment()
+        return mark_everywhere("unpin", version, self.config, self.group, self._node)
+
+    def should_exit(self) -> bool:
+        """True if the job is to end early: some rank received a signal, `tierckpt halt` asked for
+        the end, or the allocation's time is over. A last version is in progress then; leave the
+        loop and call `close()`.
+
+        Returns the same on all ranks, if they call it after the same boundary. A script that never
+        calls it is ended anyway: all ranks close and raise SystemExit at the boundary.
+        """
+        return self._halt.should_exit()
+
+    @property
+    def exit_reason(self) -> str:
+        """The reason why `should_exit()` is true, in words; empty while it is false."""
+        return self._halt.reason.text()
+
+    @property
+    def interrupted(self) -> bool:
+        """True if the reason of `should_exit()` is a signal or the end of the allocation: the job
+        is to be started again. False after `tierckpt halt`, except with `--seconds-left`, which
+        announces the end of the allocation."""
+        return self._halt.reason.is_interruption
+
+    def restore(
+        self,
+        version: SupportsIndex | None = None,
+        strict: bool = True,
+        progress: bool | None = None,
+        *,
+        fork_from: str | os.PathLike[str] | None = None,
+        only: str | Sequence[str] | None = None,
+        map: Mapping[str, str] | None = None,
+    ) -> Restored:
+        """Restore the newest sound version in place; returns the iteration to continue with.
+
+        Reads memory, local and parity on every node, including nodes that the job has left, and the
+        persistent level. Verifies checksums before it changes anything, and falls back to the next
+        copy, then to the next older version. Returns 0 if there is no version.
+        All ranks call it, before the first step, or later to go back.
+
+        Args:
+            version: restore only this version; RestoreError if it does not exist.
+            strict: raise StateMismatchError if the structure differs; False: load the part that
+                fits.
+            progress: show a progress bar on the standard error of rank 0; None: if it is a
+                terminal.
+            fork_from: another job's path or persistent_path, or `PATH@v4000`; default: the setting
+                `fork_from`. If this job has no version of its own, it begins there, exactly. Later
+                starts take this job's own versions.
+            only: with a fork: take only `"model"`, `"optimizer"` or `"extra"`, or several of these.
+                The job begins at iteration 0 then, and `Restored.partial` is a `PartReport`.
+            map: with a fork: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
+        """
+        order = self._fork_order(version, fork_from, only, map, strict)
+        if isinstance(version, bool) or not isinstance(version, SupportsIndex | None):
+            raise TypeError(
+                f"restore(version=...) takes a version's number, not {version!r}; the place is the "
+                "Checkpointer's setting `path`"
+            )
+        version = None if version is None else operator.index(version)
+        self._refuse_closed("restore()", RestoreError)
+        self._refuse_in_callback("restore()", RestoreError)
+        self.adapter.restore_begins()
+        bar = Progress(Progress.wanted(self.group.rank, progress))
+        with contextlib.closing(bar), torch.inference_mode(False):
+            try:
+                self.restored = self._restart.restore(version, strict, bar, order)
+                self._restored_paths = None if self._state.routed.kept else {}
+            except RestoreError:  # on all ranks
+                # The training may continue, and open versions get no further votes.
+                self._agreement.settle()
+                raise
+        for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
+            if isinstance(obj, ResumableLoader):
+                obj.restored()
+        _milestones.reached(_milestones.RESTORED)
+        call(self._parts.restored, self.restored)
+        return self.restored
+
+    def _fork_order(
+        self,
+        version: SupportsIndex | None,
+        fork_from: str | os.PathLike[str] | None,
+        only: str | Sequence[str] | None,
+        map: Mapping[str, str] | None,
+        strict: bool,
+    ) -> ForkOrder:
+        selection = Selection.of(only, map)
+        source = "" if fork_from is None else os.fspath(fork_from)
+        if source and version is not None:
+            raise ValueError(
+                "restore(version=..., fork_from=...) names two versions: version is one of this "
+                'job, and the source\'s is named in fork_from="PATH@VERSION"'
+            )
+        if selection is not None and not (source or self.config.fork_from):
+            raise ValueError(
+                "only= and map= choose parts of another job's version: give fork_from=, too. Into "
+                "a job with versions of its own, load_from() loads parts"
+            )
+        return ForkOrder(source, selection, strict)
+
+    def load_from(
+        self,
+        source: str | os.PathLike[str],
+        only: str | Sequence[str] = "model",
+        map: Mapping[str, str] | None = None,
+        strict: bool = True,
+        progress: bool | None = None,
+    ) -> PartReport:
+        """Load parts of another job's version into the live state; this job goes on with its own
+        iterations and versions.
+
+        For populations that copy the weights of the best member, and for weights trained elsewhere.
+        Every level of the other job is read, its memory included, also while it runs. Nothing is
+        noted or held there: this job's own next version has the result. All ranks call it, between
+        two steps.
+
+        Population based training: Jaderberg et al., 2017 (arXiv:1711.09846).
+
+        Args:
+            source: the other job's path or persistent_path, or `PATH@v4000`; without a number, its
+                newest complete version.
+            only: `"model"`, `"optimizer"` or `"extra"`, or several of these.
+            map: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
+            strict: raise StateMismatchError, with nothing changed, if these parts do not match
+                tensor by tensor; False: load what fits. The report has the rest.
+            progress: as for `restore`.
+
+        Raises RestoreError on all ranks, with nothing changed, if there is no such version, or in
+        the middle of a gradient accumulation: its gradients belong to the weights before.
+        """
+        selection = Selection.of(only, map)
+        assert selection is not None
+        self._refuse_closed("load_from()", RestoreError)
+        self._refuse_in_callback("load_from()", RestoreError)
+        bar = Progress(Progress.wanted(self.group.rank, progress))
+        with contextlib.closing(bar), torch.inference_mode(False):
+            return self._restart.load_from(os.fspath(source), selection, strict, bar)
+
+    def add_callbacks(self, callbacks: Callbacks) -> None:
+        """Call these callbacks from now on."""
+        self._callbacks.add(callbacks)
+
+    def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
+        """Add an object to `extra` after construction, before the first boundary or restore."""
+        check_extra("extra_per_rank" if per_rank else "extra", name, obj)
+        (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
 
     # --- whether it has ended ---------------------------------------------------------------------
 
@@ -135,14 +510,14 @@ class CheckpointerLifetime(CheckpointerCore):
             raise error(f"{call} in a forked child: the Checkpointer belongs to the parent")
 
     @property
-    def _amid(self) -> bool:
+    def _in_callback(self) -> bool:
         """True inside a callback: during a step, a boundary, or another method."""
         return self._save_now.saving or self._log.depth + self._callbacks.depth > 0
 
-    def _refuse_amid(self, call: str, error: type[TierckptError]) -> None:
+    def _refuse_in_callback(self, call: str, error: type[TierckptError]) -> None:
         """Raise `error` in a callback: ranks receive events at different times, so a collective
         call would hang."""
-        if self._amid:
+        if self._in_callback:
             raise error(
                 f"{call} in the callback of an event: all ranks must call it, and they receive "
                 "events at different times, perhaps during a step. Call it in the loop, between "
@@ -189,15 +564,15 @@ class CheckpointerLifetime(CheckpointerCore):
         """Do the work of `close`; a framework goes on with its own end."""
         if self._over:
             return self.end
-        if self._amid:
+        if self._in_callback:
             self._agreement.close_asked = True
             return None
         with self._ending():
             begin = time.perf_counter()
             self._halt.disarm()
             remove, self.end = self._final_version().make(self._restart.went_back)
-            drifted = self._replicas.error
-            if drifted is None and self._halt.reason is Reason.NONE:
+            failure = self._parts.first_failure()
+            if failure is None and self._halt.reason is Reason.NONE:
                 self._finish()
             self._reports.emit(
                 "closed",
@@ -206,8 +581,8 @@ class CheckpointerLifetime(CheckpointerCore):
                 facts={"interrupted": self._halt.reason.is_interruption},
             )
             self._shut_down(remove)
-        if drifted is not None:
-            raise drifted
+        if failure is not None:
+            raise failure
         return self.end
 
     def _finish(self) -> None:
@@ -220,7 +595,7 @@ class CheckpointerLifetime(CheckpointerCore):
     def _final_version(self) -> FinalVersion:
         about = self.config, self.group, self._node, self._live, self._levels
         return FinalVersion(
-            *about, self._sealed, self._save_now, self._halt, self._replicas, self.wait
+            *about, self._sealed, self._save_now, self._halt, self._parts, self.wait
         )
 
     @contextlib.contextmanager
@@ -248,7 +623,7 @@ class CheckpointerLifetime(CheckpointerCore):
         """
         if self._over:
             return
-        self._refuse_amid("abandon()", TierckptError)
+        self._refuse_in_callback("abandon()", TierckptError)
         with self._ending():
             try:
                 self._active.last_chance()
@@ -340,25 +715,17 @@ class CheckpointerLifetime(CheckpointerCore):
         self._levels.run_notes.end(self._halt.reason.text(), abandoned, self.version)
         self._adapter_closed()
         self._closed = True
-        self._halt.close()
         self._own_hooks.close()
         # The copier would wait for layers that are never released.
         self._active.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that ended
         self._active.close()
-        self._journal.close(remove)
-        self._replicas.restart()  # also frees its references to the state
-        self._levels.drift.wait()
+        self._end_parts(remove)
         if self._folders is not None:
             self._folders.close()
         self._agent.close(abandoned=abandoned)
-        self._forks.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
-        self._forks.marks.close()
         self._job.leave(remove)
-        if self._trace is not None:
-            self._trace.close()
-        if abandoned:
-            self._heartbeat.ended()
+        call(self._parts.left, abandoned)
         self._job.close_log()
 
     def _adapter_closed(self) -> None:
@@ -366,314 +733,6 @@ class CheckpointerLifetime(CheckpointerCore):
             self.adapter.closed()
         except Exception as error:
             self._reports.notice(f"the adapter could not detach: {in_words(error)}", logging.ERROR)
-
-
-NOTHING_LATER = "No further version is taken until restore()"
-
-
-@with_settings
-class Checkpointer(CheckpointerLifetime):
-    """Checkpoints a replicated training state, layer by layer, during training.
-
-    Args:
-        model: the trained module; it may be wrapped (DDP, `torch.compile`).
-        optimizer: one optimizer, a sequence, or a dict of names and optimizers.
-        adapter: the way in which the loop's library reduces gradients and makes steps; None for a
-            plain loop. `ddp_ckpt.Checkpointer` and `horovod_ckpt.Checkpointer` set it.
-        group: the job's ranks; None for a single process.
-        extra: objects with `state_dict`/`load_state_dict` and the same state on all ranks
-            (scheduler, scaler); also torch and numpy generators.
-        extra_per_rank: the same for objects with a different state on each rank (a data loader).
-        on_event: called with every `Event`, on the training thread.
-        callbacks: see `Callbacks`; `add_callbacks` adds more.
-        config_file: TOML file with settings.
-        settings: any of `Settings`, which `help()` of this class explains.
-
-    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be stored, and
-    TypeError for callbacks that are not callable.
-    The constructor is collective: all ranks call it at the same point.
-    """
-
-    _restored_paths: Mapping[str, str] | None = MappingProxyType({})
-    """Paths of restored files by name; None before they are written."""
-
-    def step(self, metric: float | None = None) -> None:
-        """Mark the boundary: call it once per iteration, after the optimizer's (and scheduler's)
-        step.
-
-        Takes a checkpoint if one is due. An iteration without an optimizer step (gradient
-        accumulation, a step skipped by the GradScaler) only counts as an iteration.
-
-        `metric` is a measurement of the current state, for `keep_best`; the one of rank 0 counts.
-        It does not make a checkpoint due (a following `save(now=True)` does). If your loop does not
-        call `step()`, set the attribute `metric` instead: the optimizer's next step clears it.
-
-        With `boundary="forward"` the call only sets `metric`; an event reports that.
-        """
-        position = self._position
-        if metric is not None:
-            position.metric = as_number(metric)
-        if not self._iterations.called():
-            return
-        if self._data_witness.due:  # all ranks get here, also one that skipped its first step
-            self._data_witness.settle()
-        self._own_hooks.called()
-        self._active.capture.drop_streams()
-        self._epoch_ends.passed()
-        position.iteration, position.ahead = position.iteration + 1, 0
-        if not (self._history.lineage or self._over):
-            self._levels.begin_afresh()  # all ranks get here, including those that skipped the step
-        if self._iterations.steps and not self._over:
-            self._boundary()
-        self._agreement.passed(position.iteration)
-
-    def save(self, now: bool = False) -> None:
-        """Request a checkpoint on memory and local, independent of the intervals.
-
-        One rank may call it; the checkpoint is taken at the boundary after all ranks know of the
-        request. With `now=True` all ranks call it, between two steps, and it returns when the
-        version is durable on this rank (or an event gave the reason why it is not).
-        """
-        if not isinstance(now, bool):
-            raise TypeError(
-                f"save(now=...) is True or False, not {now!r}; the setting `path` is the place"
-            )
-        self._refuse_closed("save()", TierckptError)
-        if not now:
-            self._agreement.ask()
-            return
-        if self._save_now.saving:  # called by a callback, at the boundary of another save
-            return
-        self._refuse_amid("save(now=True)", TierckptError)
-        if why := self._save_now.no_moment():
-            later = "" if self._agreement.diverged is None else f". {NOTHING_LATER}"
-            self._reports.notice(f"save(now=True) stores nothing: {why}{later}", logging.ERROR)
-        else:
-            self._save_now.save()
-
-    @contextlib.contextmanager
-    def files(self) -> Iterator[VersionFiles]:
-        """The context in which a program writes files that belong to the state, each rank its own::
-
-            with ckpt.files() as f:
-                torch.save(index, f.route("index.pt"))
-            ckpt.step()
-
-        From the next boundary on they are part of every version, with the tensors of the same
-        boundary, until another `files()` replaces all of them; after a restart `restored_files`
-        has their paths. Not collective. The copier copies them with each version, so files of many
-        bytes need longer intervals. If the block raises, the earlier files stay.
-        """
-        self._refuse_closed("files()", TierckptError)
-        folders = self._file_folders()
-        folders.clear()
-        routed = VersionFiles(folders.routed, self.version + 1, "of the next boundary")
-        try:
-            yield routed
-            sources = routed.sources(lambda text: self._reports.notice(text, logging.WARNING))
-            if self._restored_paths is None:  # they are not there any more
-                self._restored_paths = {}
-            self._state.routed.replace(sources)
-            routed.complete = True
-        finally:
-            routed.complete = bool(routed.complete)
-            folders.clear()  # so a file that is opened later is an error
-
-    @property
-    def restored_files(self) -> Mapping[str, str]:
-        """Paths of this rank's files in the version that was restored last, by name; empty if it
-        has none, or was written by another number of ranks. Ask for it before `files()` replaces
-        them. The files are copies, and stay until the end."""
-        if self._restored_paths is None:
-            folder = self._file_folders().restored(self.group.rank)
-            self._restored_paths = self._state.routed.write(folder)
-        return self._restored_paths
-
-    def _file_folders(self) -> FileFolders:
-        if self._folders is None:
-            where = self.config.shm_dir, self._resources.job, self.group.rank
-            self._folders = FileFolders(*where)
-        return self._folders
-
-    @property
-    def newest(self) -> Mapping[str, int | None]:
-        """The newest version that is complete on each level of the job, such as `{"memory": 12,
-        "local": 10, "persistent": 8}`; None: no version yet.
-
-        What this rank knows since the last boundary, without a look at any place; after `close()`,
-        what that has left. More may be there already: ranks agree on a version one boundary after
-        it is complete, and nodes see the end of a flush at different times.
-        """
-        return self._reports.newest_by_level() if self.end is None else self.end.newest
-
-    def pin(self, version: int) -> tuple[str, ...]:
-        """Protect a version from retention, on all levels; returns the levels that have it now.
-
-        Waits for versions on their way to the levels, as long as there is progress. A version that
-        goes to the persistent level at a later boundary is pinned there when it is complete. All
-        ranks call it, between steps. Raises PinError, on all ranks, if no level has the version or
-        if a level does not answer.
-        """
-        self._refuse_closed("pin()", PinError)
-        self._refuse_amid("pin()", PinError)
-        self._save_now.no_moment()  # ranks may have cast different numbers of votes
-        where = (self.config, self.group, self._node)
-        return mark_everywhere("pin", version, *where, self._agent)
-
-    def unpin(self, version: int) -> tuple[str, ...]:
-        """End the protection of `pin`; called in the same way."""
-        self._refuse_closed("unpin()", PinError)
-        self._refuse_amid("unpin()", PinError)
-        self._save_now.no_moment()
-        return mark_everywhere("unpin", version, self.config, self.group, self._node)
-
-    def should_exit(self) -> bool:
-        """True if the job is to end early: some rank received a signal, `tierckpt halt` asked for
-        the end, or the allocation's time is over. A last version is in progress then; leave the
-        loop and call `close()`.
-
-        Returns the same on all ranks, if they call it after the same boundary. A script that never
-        calls it is ended anyway: all ranks close and raise SystemExit at the boundary.
-        """
-        return self._halt.should_exit()
-
-    @property
-    def exit_reason(self) -> str:
-        """The reason why `should_exit()` is true, in words; empty while it is false."""
-        return self._halt.reason.text()
-
-    @property
-    def interrupted(self) -> bool:
-        """True if the reason of `should_exit()` is a signal or the end of the allocation: the job
-        is to be started again. False after `tierckpt halt`, except with `--seconds-left`, which
-        announces the end of the allocation."""
-        return self._halt.reason.is_interruption
-
-    def restore(
-        self,
-        version: SupportsIndex | None = None,
-        strict: bool = True,
-        progress: bool | None = None,
-        *,
-        fork_from: str | os.PathLike[str] | None = None,
-        only: str | Sequence[str] | None = None,
-        map: Mapping[str, str] | None = None,
-    ) -> Restored:
-        """Restore the newest sound version in place; returns the iteration to continue with.
-
-        Reads memory, local and parity on every node, including nodes that the job has left, and the
-        persistent level. Verifies checksums before it changes anything, and falls back to the next
-        copy, then to the next older version. Returns 0 if there is no version.
-        All ranks call it, before the first step, or later to go back.
-
-        Args:
-            version: restore only this version; RestoreError if it does not exist.
-            strict: raise StateMismatchError if the structure differs; False: load the part that
-                fits.
-            progress: show a progress bar on the standard error of rank 0; None: if it is a
-                terminal.
-            fork_from: another job's path or persistent_path, or `PATH@v4000`; default: the setting
-                `fork_from`. If this job has no version of its own, it begins there, exactly. Later
-                starts take this job's own versions.
-            only: with a fork: take only `"model"`, `"optimizer"` or `"extra"`, or several of these.
-                The job begins at iteration 0 then, and `Restored.partial` is a `PartReport`.
-            map: with a fork: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
-        """
-        order = self._fork_order(version, fork_from, only, map, strict)
-        if isinstance(version, bool) or not isinstance(version, SupportsIndex | None):
-            raise TypeError(
-                f"restore(version=...) takes a version's number, not {version!r}; the place is the "
-                "Checkpointer's setting `path`"
-            )
-        version = None if version is None else operator.index(version)
-        self._refuse_closed("restore()", RestoreError)
-        self._refuse_amid("restore()", RestoreError)
-        self.adapter.restore_begins()
-        bar = Progress(Progress.wanted(self.group.rank, progress))
-        with contextlib.closing(bar), torch.inference_mode(False):
-            try:
-                self.restored = self._restart.restore(version, strict, bar, order)
-                self._restored_paths = None if self._state.routed.kept else {}
-            except RestoreError:  # on all ranks
-                # The training may continue, and open versions get no further votes.
-                self._agreement.settle()
-                raise
-        for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
-            if isinstance(obj, ResumableLoader):
-                obj.restored()
-        self._data_witness.restored(self.restored.version)
-        _milestones.reached(_milestones.RESTORED)
-        self._callbacks.call("on_restored", self.restored)
-        return self.restored
-
-    def _fork_order(
-        self,
-        version: SupportsIndex | None,
-        fork_from: str | os.PathLike[str] | None,
-        only: str | Sequence[str] | None,
-        map: Mapping[str, str] | None,
-        strict: bool,
-    ) -> ForkOrder:
-        selection = Selection.of(only, map)
-        source = "" if fork_from is None else os.fspath(fork_from)
-        if source and version is not None:
-            raise ValueError(
-                "restore(version=..., fork_from=...) names two versions: version is one of this "
-                'job, and the source\'s is named in fork_from="PATH@VERSION"'
-            )
-        if selection is not None and not (source or self.config.fork_from):
-            raise ValueError(
-                "only= and map= choose parts of another job's version: give fork_from=, too. Into "
-                "a job with versions of its own, load_from() loads parts"
-            )
-        return ForkOrder(source, selection, strict)
-
-    def load_from(
-        self,
-        source: str | os.PathLike[str],
-        only: str | Sequence[str] = "model",
-        map: Mapping[str, str] | None = None,
-        strict: bool = True,
-        progress: bool | None = None,
-    ) -> PartReport:
-        """Load parts of another job's version into the live state; this job goes on with its own
-        iterations and versions.
-
-        For populations that copy the weights of the best member, and for weights trained elsewhere.
-        Every level of the other job is read, its memory included, also while it runs. Nothing is
-        noted or held there: this job's own next version has the result. All ranks call it, between
-        two steps.
-
-        Population based training: Jaderberg et al., 2017 (arXiv:1711.09846).
-
-        Args:
-            source: the other job's path or persistent_path, or `PATH@v4000`; without a number, its
-                newest complete version.
-            only: `"model"`, `"optimizer"` or `"extra"`, or several of these.
-            map: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
-            strict: raise StateMismatchError, with nothing changed, if these parts do not match
-                tensor by tensor; False: load what fits. The report has the rest.
-            progress: as for `restore`.
-
-        Raises RestoreError on all ranks, with nothing changed, if there is no such version, or in
-        the middle of a gradient accumulation: its gradients belong to the weights before.
-        """
-        selection = Selection.of(only, map)
-        assert selection is not None
-        self._refuse_closed("load_from()", RestoreError)
-        self._refuse_amid("load_from()", RestoreError)
-        bar = Progress(Progress.wanted(self.group.rank, progress))
-        with contextlib.closing(bar), torch.inference_mode(False):
-            return self._restart.load_from(os.fspath(source), selection, strict, bar)
-
-    def add_callbacks(self, callbacks: Callbacks) -> None:
-        """Call these callbacks from now on."""
-        self._callbacks.add(callbacks)
-
-    def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
-        """Add an object to `extra` after construction, before the first boundary or restore."""
-        check_extra("extra_per_rank" if per_rank else "extra", name, obj)
-        (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
 
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -1,6 +1,6 @@
 """The levels of one job, without torch: for a training state, and for files of any program.
 
-`JobParts`: one rank's event log, agreement, node resources and levels, and what callbacks are told
+`JobBase`: one rank's event log, agreement, node resources and levels, and what callbacks are told
 about the rank.
 
 `Tiers`: the storage levels below shared memory, and their updates at the start of a run. `history`
@@ -63,7 +63,7 @@ from tierckpt.core.levels import (
     Level,
 )
 from tierckpt.core.restore_plan import Found, FoundParity, RestorePlan, distinct
-from tierckpt.core.retention import Best
+from tierckpt.core.retention import Best, Spared
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.events import Callback, EventLog
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
@@ -71,7 +71,6 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.format.records import VersionFacts
 from tierckpt.group import Group, Node
 from tierckpt.lineage.run_notes import RunNotes
-from tierckpt.replicas.drift import Drift, Spared
 from tierckpt.restore.shards import ShardImage
 from tierckpt.restored import Restored
 from tierckpt.storage.job_directory import JobDirectory, job_directory
@@ -87,7 +86,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backlog",
-    "JobParts",
+    "JobBase",
     "Promotion",
     "Sealed",
     "SealedVersions",
@@ -356,16 +355,6 @@ class Tiers:
                 Spared(config.replica_check_steps > 0 and group.size > 1),
             )
             self.slot_handoff = SlotHandoff(group, resources.pool, self.agent, agreement, reports)
-            self.drift = Drift(
-                config,
-                group,
-                self._node,
-                job,
-                self.history,
-                agreement,
-                self.promotion.spared,
-                reports,
-            )
             undo.pop_all()
 
     def open(self) -> None:
@@ -757,10 +746,10 @@ def place_in_job(config: Config, group: Group, node: Node) -> Job:
     return Job(job_id, group.rank, group.size, node.ranks.index(group.rank), levels)
 
 
-class JobParts:
+class JobBase:
     """One rank's event log, agreement with the other ranks, place on its node, and levels.
 
-    Made in three steps: the constructor, `enter` and `connect`. Each part is known to `undo` as
+    Made in three steps: the constructor, `enter` and `connect`. Each of them is known to `undo` as
     soon as it holds something. After the last step the owner ends them: it closes the agent, and
     calls `leave` and `close_log`. Training thread.
     """
@@ -800,9 +789,16 @@ class JobParts:
         self.log = EventLog(group.rank, folder, on_event, callbacks, by_child)
         undo.callback(self.log.close)
 
-    def enter(self, ballots: Ballots, slots: int, version: Callable[[], int]) -> None:
+    def enter(
+        self,
+        ballots: Ballots,
+        slots: int,
+        version: Callable[[], int],
+        silent: tuple[int, ...] = (),
+    ) -> None:
         """Vote by `ballots` from now on, and take this rank's place on its node, with `slots`
-        slots. Events are about `version()`. Collective; raises the errors of `NodeResources`."""
+        slots. Events are about `version()`; `silent` as for `Agreement`. Collective; raises the
+        errors of `NodeResources`."""
         config, group = self.config, self.group
         self.agreement = Agreement(
             group,
@@ -811,6 +807,7 @@ class JobParts:
             lambda *safe: self.levels.promotion.local_safe(*safe),
             lambda: self.levels.promotion.retire(),
             lambda text: self.reports.notice_of_all(text),
+            silent,
         )
         self._undo.callback(self.agreement.close)
         self.reports = Reports(config, self.log, self.callbacks, self.agreement, version)

@@ -12,11 +12,10 @@ import torch
 
 from tierckpt._text import some
 from tierckpt.coordination.versions import Reports
+from tierckpt.core.parts import Parts, call
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.hooks.iterations import Iterations
-from tierckpt.replicas.monitor import ReplicaMonitor
-from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restored import Restored
 from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state.training_state import TrainingState
@@ -52,15 +51,14 @@ class LiveState:
         position: Position,
         iterations: Iterations,
         capture: Staging,
-        replicas: ReplicaMonitor,
-        unchanged: Unchanged,
+        parts: Parts,
         reports: Reports,
     ) -> None:
         """All arguments stay their owners'."""
         self.adapter, self.state = adapter, state
         self.position, self.iterations = position, iterations
         self._group, self._capture, self._reports = group, capture, reports
-        self._replicas, self._unchanged = replicas, unchanged
+        self._parts = parts
 
     # --- its place ------------------------------------------------------------------------------
 
@@ -91,8 +89,7 @@ class LiveState:
     def forget(self) -> None:
         """Forget what is known of the values before: others were loaded."""
         self._capture.forget()
-        self._replicas.restart()
-        self._unchanged.forget()
+        call(self._parts.forget)
 
     # --- its values -----------------------------------------------------------------------------
 
@@ -116,7 +113,7 @@ class LiveState:
             return
         self.state.placements.keep_apart(mistaken)
         self._capture.forget()
-        self._replicas.forget()
+        call(self._parts.shared_changed)
         names = some([self.state.name_of(param) for param in mistaken])
         self._reports.notice_of_all(self.adapter.newly_unreduced_notice.format(names=names))
 

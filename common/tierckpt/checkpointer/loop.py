@@ -1,18 +1,8 @@
 """The training loop: capture at the boundary, release by layer, barrier before the step.
 
-`CheckpointerCore` has the code that runs in hooks and at boundaries, and makes the parts that call
-it: `_iterations`, `_trace`, `_own_hooks`, `_halt`; those of the live state as a whole: `_live`,
-`_restart`, `_save_now`. Everything that depends on the gradient library is in the `Adapter`.
-
-`CheckpointerParts` has the parts that the loop uses, made at attach, in this order:
-
-| part | attributes |
-|---|---|
-| the job | `config`, `group`, `adapter`, `_node`, `_state` |
-| log and votes | `_callbacks`, `_log`, `_heartbeat`, `_agreement`, `_position`, `_reports` |
-| levels | `_resources`, `_pool`, `_levels` with `_history` and `_agent`, `_sealed`, `_forks` |
-| decisions | `_schedule`, `_meter`, `_rounds` |
-| capture | `_active`, `_journal`, `_replicas`, `_unchanged`, `_epoch_ends`, `_data_witness` |
+`CheckpointerCore` has the code that runs in hooks and at boundaries. Everything that depends on the
+gradient library is in the `Adapter`; every feature is a part (`core.parts`), which the loop calls
+at its moments and otherwise does not know.
 
 `Rounds`: a boundary reads the result of the last votes, decides, and starts the next. The decision
 is to which levels the version of this boundary goes. It depends only on the result of the votes,
@@ -34,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -46,21 +36,15 @@ from tierckpt.coordination.ballots import ballots_for
 from tierckpt.coordination.peers import Groups
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.versions import Reports, SlotHandoff
-from tierckpt.core.decisions import VOID, VOTE_WIDTH, HaltVote, Reason, Schedule, Vote
+from tierckpt.core.decisions import VOID, VOTE_WIDTH, EarlyEnd, Schedule, Vote
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, Level
+from tierckpt.core.parts import Boundary, Part, Parts, call
 from tierckpt.core.tuning import UNKNOWN, StepTimer
 from tierckpt.events import Callback
 from tierckpt.format.ids import VersionId
 from tierckpt.format.records import VersionFacts
-from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group
-from tierckpt.halt.controller import HaltController
-from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.iterations import Accumulation, Hooks, Iterations, Unattached
-from tierckpt.journal.journal import Journal
-from tierckpt.lineage.fork import Forks
-from tierckpt.replicas.monitor import ReplicaMonitor
-from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restored import Restored
 from tierckpt.snapshot import copy_engine
 from tierckpt.snapshot.phase import Phase
@@ -71,16 +55,13 @@ from tierckpt.storage.slot_pool import SlotPool
 
 from . import shutdown
 from .adapter import Adapter
-from .levels import JobParts, Tiers
+from .levels import JobBase, Tiers
 from .live_state import LiveState, Position
 from .save_now import SaveNow
 from .shutdown import Finished
-from .start import DataWitness, Restart
+from .start import Restart
 
-if TYPE_CHECKING:
-    from tierckpt.tracing.recorder import Trace
-
-__all__ = ["ActiveSnapshot", "CheckpointerCore", "CheckpointerParts", "Rounds"]
+__all__ = ["ActiveSnapshot", "CheckpointerCore", "Rounds", "TrainingJob"]
 
 
 APART = (
@@ -165,42 +146,28 @@ class Rounds:
 
     def vote(
         self,
-        newest: VersionId,
-        begin_seconds: float,
-        take: tuple[Level, ...],
-        halt: HaltVote,
+        at: Boundary,
         adapter: int,
-        check: tuple[int, int, int, int] = (0, 0, 0, -1),
-        unchanged: int = 0,
-        own: Sequence[int] = (),
+        parts: tuple[int, ...],
     ) -> None:
-        """Cast this rank's vote at the boundary of `newest`.
-
-        Args:
-            newest: the version of this boundary.
-            begin_seconds: start of the boundary, by `time.perf_counter()`.
-            take: the result of `decide`.
-            halt: the result of `HaltController.vote`.
-            adapter: the result of `Adapter.vote`.
-            check: the result of `ReplicaMonitor.vote`.
-            unchanged: see `Vote`.
-            own: the result of `ReplicaMonitor.row`.
-        """
+        """Cast this rank's vote. `adapter`: the result of `Adapter.vote`; `parts`: that of
+        `Parts.vote`."""
+        newest, take = at.id, at.levels
         self._last = newest, take
         has_room = self._pool.has_room(self._agreement.needed(), self._agent.pinned())
         writes = self._agent.busy() > 0
         if self._meter is not None:
             flushing = bool(self._agreement.persistent.open)
-            self._meter.boundary(begin_seconds, newest.version, take, writes, flushing)
+            self._meter.boundary(at.begin_seconds, newest.version, take, writes, flushing)
         self._agreement.launch(
             newest,
             busy={MEMORY: not has_room, LOCAL: writes},
             figures=self._meter.figures() if self._meter is not None else UNKNOWN,
-            halt=halt,
             adapter=adapter,
-            check=check,
-            unchanged=unchanged,
-            own=own,
+            place=at.place,
+            wanted=at.wanted,
+            parts=parts,
+            own=at.row,
         )
 
 
@@ -226,12 +193,12 @@ class ActiveSnapshot:
         reports: Reports,
         meter: StepTimer | None,
         by_layer: bool,
-        unchanged: Unchanged,
+        parts: Parts,
     ) -> None:
         """Start the copying thread.
 
-        `meter` receives the time for which a version stopped the training; `unchanged` receives
-        each sealed version. `by_layer`: the adapter will release layers one by one."""
+        `meter` receives the time for which a version stopped the training. `by_layer`: the adapter
+        will release layers one by one."""
         self.snapshot: Snapshot | None = None
         """None while no copy reads tensors that the optimizer may change."""
         self.release_early = config.release == "forward" or not by_layer
@@ -240,7 +207,7 @@ class ActiveSnapshot:
         desk = None if engine is None else copy_engine.Desk(engine)
         self.capture = Staging(state, group, pool, desk)
         self._pool, self._handoff, self._reports = pool, slot_handoff, reports
-        self._meter, self._unchanged = meter, unchanged
+        self._meter, self._parts = meter, parts
         self._may_turn_early = config.release == "auto"
         self.overwritten = False
         """True after a version was lost because the loop changed tensors that were being copied."""
@@ -276,12 +243,13 @@ class ActiveSnapshot:
             self._reports.lost(facts.id.version, f"the state could not be captured: {error}")
             return None
 
-    def begin(self, snapshot: Snapshot, boundary_seconds: float, trace: Trace | None) -> None:
+    def begin(self, snapshot: Snapshot, boundary_seconds: float) -> None:
         """Start the copy: now, or when the first layer is released.
 
         `boundary_seconds`: start of the version's boundary, by `time.perf_counter()`.
         """
-        snapshot.trace = trace
+        for taken in self._parts.taken:
+            taken(snapshot)
         snapshot.begin = self._copier.submit
         self.snapshot = snapshot  # from here on it is completed, even after an interrupt
         self._handoff.begun(snapshot)
@@ -342,8 +310,8 @@ class ActiveSnapshot:
             self._reports.lost(snapshot.facts.id.version, snapshot.error)
             return
         self._reports.sealed(snapshot)
-        assert snapshot.manifest is not None
-        self._unchanged.sealed(snapshot.plan, snapshot.manifest)
+        for sealed in self._parts.sealed:
+            sealed(snapshot)
         if self._meter is not None:
             self._meter.stalled(snapshot.clock.boundary + snapshot.clock.barrier)
         if self._may_turn_early and not self.release_early:
@@ -363,14 +331,49 @@ class ActiveSnapshot:
             )
 
 
-class CheckpointerParts:
-    """The parts of a `Checkpointer` that call nothing of it. Training thread.
+HEAVY = (
+    "{names} in the state_dict() of optimizers, besides state and options, are copied at every "
+    "boundary while the training waits. Store these tensors in optimizer.state, under their "
+    "parameters: then they are copied during the allreduce"
+)
+ORPHANS = (
+    "{names}: an optimizer steps this parameter, but the model no longer has it (did the forward "
+    "pass replace it?). After a restart the optimizer has the model's parameter instead, and only "
+    "restore(strict=False) accepts this state. Change the values in place without gradients, or "
+    "make them a buffer, or give the optimizer the new parameter"
+)
 
-    Each method makes some of them, and gives them to `undo` as soon as they hold something.
+RENAMED = (
+    "{names}: the model has these parameters under other names since a step of this run (pruning, "
+    "a parametrization). A restart begins with the former names, and cannot restore this state "
+    "(StateMismatchError). Make the change before the checkpointer, in every run"
+)
+
+
+class TrainingJob(JobBase):
+    """What a part may use of its checkpointer, which owns it all. See `JobBase` for the rest."""
+
+    begin_seconds: float
+    """Start of the attach, by `time.monotonic()`."""
+    state: TrainingState
+    adapter: Adapter
+    active: ActiveSnapshot
+    hooks: Hooks
+    live: LiveState
+    facts: Callable[[VersionId], VersionFacts]
+    """The facts of a version of the current state."""
+
+
+class CheckpointerCore(abc.ABC):
+    """The part of a `Checkpointer` that hooks call. Training thread, but for `_release`.
+
+    Each method of its making gives to `undo` what it made, as soon as that holds something.
     """
 
+    _closed = _shutdown = False
+    """True after the end, and during it."""
     _live: LiveState
-    """Made with the loop's parts."""
+    """Made with the loop's hooks."""
 
     def __init__(
         self,
@@ -379,10 +382,12 @@ class CheckpointerParts:
         state: TrainingState,
         config: Config,
         topology: JobTopology,
+        table: Sequence[type[Part]],
     ) -> None:
-        """Start nothing. The last three: the result of `start.agree`."""
+        """Start nothing. `table`: see `Parts`; the three before it: the result of `start.agree`."""
         self.group, self.adapter, self.config = group, adapter, config
         self._state, self._node = state, topology.node(group.rank)
+        self._parts = Parts(table)
         self.restored = Restored(0)
         """The result of the last `restore()`."""
 
@@ -398,37 +403,32 @@ class CheckpointerParts:
         """Open the event log, begin to vote, and take this rank's place on its node. Collective.
         The attach began at `begin_seconds`, by `time.monotonic()`."""
         config, group = self.config, self.group
-        self._job = job = JobParts(config, group, topology, callbacks, on_event, undo)
+        self._job = job = TrainingJob(config, group, topology, callbacks, on_event, undo)
+        job.begin_seconds, job.state, job.adapter = begin_seconds, self._state, self.adapter
         self._callbacks, self._log = callbacks, job.log
-        self._heartbeat = Heartbeat(job.log, config.heartbeat_seconds, group.size, begin_seconds)
+        undo.callback(lambda: call(self._parts.left, False))
+        self._parts.make(job, early=True)
         self._position = Position()
-        ballots = ballots_for(group, self._node, VOTE_WIDTH, config.peer.interface)
-        job.enter(ballots, slots, lambda: self.version)
+        width = VOTE_WIDTH + len(self._parts.silent)
+        ballots = ballots_for(group, self._node, width, config.peer.interface)
+        job.enter(ballots, slots, lambda: self.version, self._parts.silent)
         self._agreement, self._reports = job.agreement, job.reports
         self._resources, self._pool = job.resources, job.pool
 
     def _connect_levels(self, groups: Groups) -> None:
-        """Connect the levels, and make the parts that decide what goes there."""
+        """Connect the levels, and make what decides about them."""
         job = self._job
         job.connect(groups)
         self._levels, self._history, self._agent = job.levels, job.history, job.agent
         self._sealed = job.sealed
-        host = job.topology.hosts[self.group.rank]
-        about = self.config, self.group, self._node, host
-        self._forks = Forks(*about, self._state, self._reports)
         self._schedule = Schedule(self.config)
         automatic = self._schedule.tuner.every_steps
         self._meter = StepTimer("persistent" in automatic) if automatic else None
         self._rounds = Rounds(self.config, self._schedule, self._meter, self._levels)
 
     def _prepare_copies(self, undo: contextlib.ExitStack) -> None:
-        """Make the parts that read the state between a boundary and the next change."""
-        about = self.config, self.group, self._state
-        self._unchanged = Unchanged(self._state, self._reports.notice_of_all)
-        self._epoch_ends = EpochEnds(self._state, self._reports.notice_of_all)
-        witness = self.config.data_witness
-        self._data_witness = DataWitness(witness, self.group, self._state, self._reports)
-        self._active = ActiveSnapshot(
+        """Make what reads the state between a boundary and the next change."""
+        self._active = self._job.active = ActiveSnapshot(
             self.config,
             self._state,
             self.group,
@@ -437,29 +437,9 @@ class CheckpointerParts:
             self._reports,
             self._meter,
             self.adapter.releases_by_layer,
-            self._unchanged,
+            self._parts,
         )
         undo.callback(self._active.close)
-        self._journal = self._make_journal()
-        undo.callback(self._journal.close)
-        self._replicas = ReplicaMonitor(
-            *about,
-            self._reports,
-            self._active.submit,
-            lambda: self._live.keep_apart(),
-            self._levels.drift.alike,
-            self._levels.drift.found,
-        )
-
-    def _make_journal(self) -> Journal:
-        config, group = self.config, self.group
-        if not config.local.journal_steps:
-            return Journal(config, group, self._node)
-        from tierckpt.journal.recorder import JournalRecorder
-
-        peers, active = self._levels.peers, self._active
-        reads = self._state, active.capture, self._reports, active.submit
-        return JournalRecorder(config, group, peers, *reads)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep out of `copy.deepcopy(model)` and `torch.save(model)`, which include the hooks."""
@@ -487,36 +467,10 @@ class CheckpointerParts:
     def metric(self, value: float | None) -> None:
         self._position.metric = value
 
-
-HEAVY = (
-    "{names} in the state_dict() of optimizers, besides state and options, are copied at every "
-    "boundary while the training waits. Store these tensors in optimizer.state, under their "
-    "parameters: then they are copied during the allreduce"
-)
-ORPHANS = (
-    "{names}: an optimizer steps this parameter, but the model no longer has it (did the forward "
-    "pass replace it?). After a restart the optimizer has the model's parameter instead, and only "
-    "restore(strict=False) accepts this state. Change the values in place without gradients, or "
-    "make them a buffer, or give the optimizer the new parameter"
-)
-
-RENAMED = (
-    "{names}: the model has these parameters under other names since a step of this run (pruning, "
-    "a parametrization). A restart begins with the former names, and cannot restore this state "
-    "(StateMismatchError). Make the change before the checkpointer, in every run"
-)
-
-
-class CheckpointerCore(CheckpointerParts, abc.ABC):
-    """The part of a `Checkpointer` that hooks call. Training thread, but for `_release`."""
-
-    _closed = _shutdown = False
-    """True after the end, and during it."""
-
     def _watch_loop(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """Install the hooks that show the begin and end of iterations and optimizer steps, and
-        handle signals; make the parts that need to know what the loop has done."""
-        say = self._reports.notice_of_all
+        """Install the hooks that show the begin and end of iterations and optimizer steps; make
+        what needs to know what the loop has done, and the parts."""
+        job, say = self._job, self._reports.notice_of_all
         accumulation = Accumulation(self._state)
         self._iterations = Iterations(
             self.config.boundary,
@@ -529,46 +483,40 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             step_class=self.adapter.step_class,
             no_calls=self.adapter.no_calls_notice,
         )
-        self._trace = self._open_trace()
-        if self._trace is not None:
-            undo.callback(self._trace.close)
-        self._own_hooks = Hooks(
+        self._own_hooks = job.hooks = Hooks(
             model,
             self._state,
             self._iterations,
             self._barrier,
             self._before_change,
             say,
-            self._trace,
-            self.adapter.extra_syntax,
+            self._parts,
         )
         undo.callback(self._own_hooks.close)
-        capture = self._active.capture
         place = self.group, self.adapter, self._state, self._position, self._iterations
-        self._live = LiveState(*place, capture, self._replicas, self._unchanged, self._reports)
+        capture = self._active.capture
+        self._live = job.live = LiveState(*place, capture, self._parts, self._reports)
+        job.facts = self._facts
+        undo.callback(self._end_parts)
+        self._parts.make(job, early=False)
         about = self.config, self.group, self._live, self._levels
-        going_on = self._journal, self._forks, self._schedule, self._heartbeat
-        parts = self._state.model, *self._state.given.values()
+        models = self._state.model, *self._state.given.values()
         self._finished = Finished(
-            self.config, self.group.rank, self._resources.job, parts, self._reports
+            self.config, self.group.rank, self._resources.job, models, self._reports
         )
-        self._restart = Restart(*about, *going_on, accumulation, self.complete, self._finished)
+        self._halt = self._parts.find(EarlyEnd) or EarlyEnd()
+        going_on = self._parts, self._schedule, accumulation
+        self._restart = Restart(*about, *going_on, self.complete, self._finished)
         take = partial(self._boundary, force=True)
-        around = self._sealed, self._epoch_ends, self._heartbeat
-        self._save_now = SaveNow(self.group, self._live, self._levels, *around, take, self.wait)
-        self._halt = HaltController(self.config, self.group.rank, self._node, self._reports.notice)
-        undo.callback(self._halt.close)
+        saved = self._levels, self._sealed, self._parts
+        self._save_now = SaveNow(self.group, self._live, *saved, take, self.wait)
 
-    def _open_trace(self) -> Trace | None:
-        if not self.config.trace_dir:
-            return None
-        from tierckpt.tracing.recorder import open_trace
-
-        return open_trace(self.config, self.group.rank, self._state.name_of, self._log)
+    def _end_parts(self, remove: bool = False) -> None:
+        call(self._parts.end, remove)
 
     def _stepped_before_boundary(self) -> None:
         """Keep what the loop will have changed by the forward pass that is the boundary."""
-        self._epoch_ends.stepped()
+        call(self._parts.stepped)
         self._active.capture.keep_streams()
 
     # --- the boundary ---------------------------------------------------------------------------
@@ -577,15 +525,15 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         """Read the votes about the last boundary; decide, as all ranks do, whether the version of
         this one is taken; capture what the next forward pass changes, and vote. The rest is copied
         while the next iteration computes."""
+        parts, explicit = self._parts, self._iterations.explicit
         self.adapter.boundary_begins(force)
-        self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
+        for begins in parts.boundary_begins:
+            begins(not explicit)
         begin = time.perf_counter()
         self._active.finish()
         position = self._position
         position.version += self._iterations.pass_boundary()
-        if not self._iterations.explicit:
-            self._epoch_ends.in_forward()
-        place = position.iteration if self._iterations.explicit else position.released
+        place = position.iteration if explicit else position.released
         if not self._history.lineage:
             self._levels.begin_afresh()
         id_ = VersionId(self._history.generation, position.version)
@@ -596,48 +544,39 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             self._active.capture.look_at_all()
         if self._agreement.diverged is not None:
             self._report_divergence()
-        self._replicas.compare(agreed, self._agreement.rows, place)
-        self._unchanged.compare(agreed.unchanged)
+        run, rows = self._history.name, self._agreement.rows
+        at = Boundary(id_, run, begin, force, place, agreed, rows)
+        parts.read(at)
         if self._agreement.superseded_earlier(id_.generation):
             self._resources.clear(self._node)
-        unattended = self._halt.receive(agreed)
-        if self._halt.reason is not Reason.NONE:
-            _milestones.reached(_milestones.HALTING)
         # The version of this boundary.
         take, vote = self._rounds.decide(id_.version, agreed, force), self.adapter.vote()
-        stopped = self._replicas.refusing or self._agreement.diverged is not None
-        if stopped:
-            self._pass_over(take, force)
-            take = ()
-        sound, local = not stopped and vote != VOID, LOCAL in take
-        whole = self._agreement.local.safe, self._agreement.peer.safe
-        self._journal.boundary(id_, self._facts, self._live.packed, sound, local, *whole)
-        snapshot = self._open_snapshot(id_, take, vote == VOID) if take else None
+        if at.sound and self._agreement.diverged is None:
+            at.levels = take
+        else:
+            self._pass_over(at, take)
+        at.sound &= self._agreement.diverged is None and vote != VOID
+        for decided in parts.decided:
+            decided(at)
+        snapshot = self._open_snapshot(id_, at.levels, vote == VOID) if at.levels else None
         # The votes about this boundary.
-        halt, check = self._halt.vote(id_.version), self._replicas.vote(place)
-        row, unchanged = self._replicas.row(), self._unchanged.count
-        self._rounds.vote(id_, begin, take, halt, vote, check, unchanged, row)
+        self._rounds.vote(at, vote, parts.vote(at))
         # The next iteration begins.
-        self._replicas.begin(id_.version, self._active.release_early)
+        at.early = self._active.release_early
+        for voted in parts.voted:
+            voted(at)
         if snapshot is not None:
-            self._active.begin(snapshot, begin, self._trace)
-        if self._trace is not None:
-            self._trace = self._trace.boundary(id_.version, begin)
-        self._heartbeat.boundary(id_.version, begin, self._history.name)
+            self._active.begin(snapshot, begin)
         self.adapter.boundary_passed(agreed.adapter)
-        if self._forks.marks.needs is not None:
-            self._forks.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
         _milestones.reached(_milestones.BOUNDARY)
-        self._callbacks.call("on_step_boundary", id_.version)
-        if self._replicas.error is not None:
-            self._levels.drift.wait()
-            self._replicas.raise_error()
-        if (unattended or agreed.no_close == 0) and not force:
-            self._end_here(unattended)
+        for ends in parts.boundary_ends:
+            ends(at)
+        if (at.ends or agreed.no_close == 0) and not force:
+            self._end_here(at.ends)
 
     def _report_divergence(self) -> None:
         """Report once that ranks make different numbers of optimizer steps."""
-        self._halt.end_alone()
+        call(self._parts.apart)
         diverged, together = self._agreement.diverged, self._agreement.together
         if diverged is None or self._agreement.divergence_is_reported:
             return
@@ -646,15 +585,14 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         place = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
         at = f"rank {self.group.rank} is at v{self.version} {place}"
         number = together.version if together is not None else None
-        self._replicas.diverge(diverged.version, number, at, self._agreement.missing)
+        call(self._parts.diverged, diverged.version, number, at, self._agreement.missing)
 
-    def _pass_over(self, take: tuple[Level, ...], force: bool) -> None:
-        """Take no version, because replicas differ or ranks are at different iterations."""
-        if self._replicas.asking:  # the result may be that nothing differs
-            self._schedule.requested |= frozenset(take)
-        if force:
-            details = self._replicas.suspicion or "the details are known in a few steps"
-            self._reports.lost(self.version, f"replicas differ: {details}")
+    def _pass_over(self, at: Boundary, due: tuple[Level, ...]) -> None:
+        """Take no version: a part refuses it, or ranks are at different iterations."""
+        if at.postponed:
+            self._schedule.requested |= frozenset(due)
+        if at.forced:
+            self._reports.lost(self.version, at.why or APART)
 
     def _open_snapshot(
         self, id_: VersionId, levels: tuple[Level, ...], void: bool
@@ -679,6 +617,9 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
 
     def _facts(self, id_: VersionId) -> VersionFacts:
         """The facts of a version of the current state, without the metric; equal on all ranks."""
+        suspect = ""
+        for suspicion in self._parts.suspicion:
+            suspect = suspect or suspicion()
         return VersionFacts(
             job=self._resources.job.job,
             run_id=self._history.name,
@@ -688,7 +629,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
             iteration=self._live.resume_iteration(),
             iteration_counts=self._iterations.counts,
             complete=self._agreement.local.safe,
-            suspect=self._replicas.suspicion,
+            suspect=suspect,
         )
 
     def _id(self) -> VersionId:
@@ -709,26 +650,24 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         launched_seconds: float | None,
     ) -> None:
         """See `Handle.release`."""
-        if self._trace is not None:
-            params = list(params)
-            self._trace.released(params, self.version, reduction, launched_seconds)
+        params = params if isinstance(params, (list, tuple)) else list(params)
         self._position.released += 1
         if not self._iterations.explicit:
             self._agreement.passed(self._position.released)
-        self._replicas.wake()
+        for released in self._parts.released:
+            released(params, self.version, reduction, launched_seconds)
         if self._active.snapshot is not None:
             self._active.release(params)
-        if self._callbacks:
-            self._callbacks.call("on_allreduce_launched", params)
 
     def _before_step(self, label: str) -> None:
         """Called at the beginning of a registered optimizer's step. Raises RestoreError before the
         first one after a restore, if that has other data."""
-        if self._data_witness.due:
-            self._data_witness.settle()
+        for begins in self._parts.step_begins:
+            begins()
         if self.adapter.before_step(label):
             self._barrier()
-            self._journal.before_step(label, self.adapter.reads_gradients)
+            for ready in self._parts.gradients_ready:
+                ready(label)
 
     def _barrier(self) -> None:
         """Wait until the copy is complete: the state may change after this call. Also called before
@@ -741,9 +680,10 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         begin = time.perf_counter()
         if self._active.snapshot is not None:
             self._active.finish()
-        self._replicas.finish()
-        self._journal.settle()
-        self._heartbeat.barrier(begin)
+        for settle in self._parts.settle:
+            settle()
+        for changes in self._parts.changes:
+            changes(begin)
 
     def complete(self) -> None:
         """Wait until the version in progress is sealed or has failed, and nothing reads the live
@@ -753,8 +693,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
         its step.
         """
         self._active.complete()
-        self._replicas.finish()
-        self._journal.settle()
+        call(self._parts.settle)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until every version is sealed and committed, or has failed, and every record of the
@@ -782,6 +721,7 @@ class CheckpointerCore(CheckpointerParts, abc.ABC):
                 progress.say(f"waiting for writes to {self.config.directory}")
                 done = wait(timeout_seconds and timeout_seconds - some)
         end = math.inf if timeout_seconds is None else begin + timeout_seconds
-        done = self._journal.drain(end - time.monotonic()) and done
+        for drain in self._parts.drain:
+            done = drain(end - time.monotonic()) and done
         self._levels.collect()
         return done

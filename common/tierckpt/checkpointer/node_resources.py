@@ -19,11 +19,16 @@ from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.versions import Reports
 from tierckpt.errors import ConfigError
 from tierckpt.group import Group, Node
-from tierckpt.halt.controller import watched_directories
 from tierckpt.storage import answers, job_directory
 from tierckpt.storage import slots as image_file
 from tierckpt.storage.claims import DirectoryClaim
-from tierckpt.storage.job_directory import JobBusyError, JobDirectory, JobFinishedError, rank_of
+from tierckpt.storage.job_directory import (
+    JobBusyError,
+    JobDirectory,
+    JobFinishedError,
+    rank_of,
+    watched_directories,
+)
 from tierckpt.storage.marks import SuspectMarks
 from tierckpt.storage.notes import remove_fork_notes
 from tierckpt.storage.slot_pool import SlotPool, too_small

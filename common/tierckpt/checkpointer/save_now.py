@@ -19,15 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 from tierckpt._text import in_words
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import by_rank
-from tierckpt.core.decisions import Reason
+from tierckpt.core.decisions import EarlyEnd, Reason
 from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT
+from tierckpt.core.parts import Parts
 from tierckpt.events import JobEnd
 from tierckpt.format.ids import VersionId, on_lineage
-from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group, Node
-from tierckpt.halt.controller import HaltController
-from tierckpt.hooks.epoch_ends import EpochEnds
-from tierckpt.replicas.monitor import ReplicaMonitor
 
 from . import start
 from .levels import Sealed, SealedVersions, Tiers
@@ -53,8 +50,7 @@ class SaveNow:
         live: LiveState,
         levels: Tiers,
         sealed: SealedVersions,
-        epoch_ends: EpochEnds,
-        heartbeat: Heartbeat,
+        parts: Parts,
         take: Callable[[], None],
         wait: Callable[[float], bool],
     ) -> None:
@@ -62,7 +58,7 @@ class SaveNow:
         version on all levels. `wait` returns when memory and local have all versions, or after that
         many seconds: `Checkpointer.wait`."""
         self._group, self._live, self._levels, self._sealed = group, live, levels, sealed
-        self._epoch_ends, self._heartbeat = epoch_ends, heartbeat
+        self._parts = parts
         self._take, self._wait = take, wait
 
     def no_moment(self) -> str:
@@ -89,19 +85,21 @@ class SaveNow:
     def save(self, end: float = math.inf) -> None:
         """Store the live state in memory and on local; waits for the disk until `end` (monotonic
         clock). A version that is not on disk then is broken."""
-        with self._heartbeat.saving():
-            self._save(end)
+        trained = self._live.iterations.steps > 0
+        with contextlib.ExitStack() as saving:
+            for part_saves in self._parts.saving:
+                saving.enter_context(part_saves(trained))
+            self._save(end, trained)
 
-    def _save(self, end: float) -> None:
+    def _save(self, end: float, trained: bool) -> None:
         live, history = self._live, self._levels.history
         self._wait(end - time.monotonic())
         boundary = VersionId(history.generation, live.steps_made)
-        trained = live.iterations.steps > 0
         if trained:
             live.position.ahead = 1
         self.saving = True
         try:
-            with live.adapter.saving_now(), self._epoch_ends.between(trained):
+            with live.adapter.saving_now():
                 found = self._sealed.commit(boundary, live.equals)
                 if found is Sealed.MOVED_ON:
                     history.take_again(live.position.version)
@@ -179,14 +177,14 @@ class FinalVersion:
         levels: Tiers,
         sealed: SealedVersions,
         save_now: SaveNow,
-        halting: HaltController,
-        replicas: ReplicaMonitor,
+        halting: EarlyEnd,
+        parts: Parts,
         wait: Callable[[float], bool],
     ) -> None:
         """All arguments stay their owners'. `wait`: `Checkpointer.wait`."""
         self._config, self._group, self._node = config, group, node
         self._live, self._levels, self._sealed = live, levels, sealed
-        self._save_now, self._halt, self._replicas, self._wait = save_now, halting, replicas, wait
+        self._save_now, self._halt, self._parts, self._wait = save_now, halting, parts, wait
         self._history, self._agreement = levels.history, levels.agreement
         self._reports, self._job = levels.reports, levels.resources.job
 
@@ -257,11 +255,12 @@ class FinalVersion:
         before = not self._history.lineage and any(self._job.sealed())
         ranks_answer, answers = True, end is not None and end.disk_answers
         version = self._live.position.version
-        digest = self._replicas.last_digest(version)
+        digests = [last_digest(version) for last_digest in self._parts.last_digest]
         try:
-            gathered = self._group.all_gather_object((safe, before, answers, digest))
+            gathered = self._group.all_gather_object((safe, before, answers, digests))
             outcomes = [each[:3] for each in gathered]
-            self._replicas.compare_last([digest for *_, digest in gathered])
+            for number, compare_last in enumerate(self._parts.compare_last):
+                compare_last([each[number] for *_, each in gathered])
         except Exception as error:
             outcomes, ranks_answer = [(False, before, answers)], False
             self._reports.notice(f"the other ranks do not answer: {in_words(error)}", logging.ERROR)

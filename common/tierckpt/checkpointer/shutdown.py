@@ -30,13 +30,12 @@ from tierckpt._text import size_text
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
 from tierckpt.coordination.versions import Reports
-from tierckpt.core.decisions import most_quiet_seconds
+from tierckpt.core.decisions import EarlyEnd, most_quiet_seconds
 from tierckpt.core.levels import LOCAL, PERSISTENT, place_of
 from tierckpt.errors import RestoreError
 from tierckpt.events import logger
 from tierckpt.format.ids import VersionId
 from tierckpt.format.records import TRAINING_END
-from tierckpt.halt.controller import HaltController
 from tierckpt.restore.progress import Progress
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.notes import RunRecords
@@ -244,7 +243,7 @@ class Shutdown:
         config: Config,
         agent: AgentClient,
         reports: Reports,
-        halting: HaltController,
+        halting: EarlyEnd,
         nbytes: int,
     ) -> None:
         """Start the time limits now. `nbytes`: size of a version's shards on this node."""
@@ -273,7 +272,7 @@ class Shutdown:
         node away.
 
         Waits only while there is progress, so that a hanging store does not keep the job from
-        ending, and no longer than `HaltController` grants. Shows `progress`, and emits an event for
+        ending, and no longer than `EarlyEnd` grants. Shows `progress`, and emits an event for
         each version that is incomplete at the end; `collect` reports failures during the wait."""
         granted, look = self._halt.seconds_for_others, progress.look
         if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True, on_look=look):

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -41,14 +41,11 @@ from tierckpt.coordination.settings_check import JobTopology, agree_on_settings,
 from tierckpt.coordination.versions import Reports
 from tierckpt.core.decisions import Schedule
 from tierckpt.core.levels import LOCAL, MEMORY
+from tierckpt.core.parts import Part, Parts, call
 from tierckpt.errors import NodeHealthError, RestoreError, TierckptError
 from tierckpt.format.ids import Lineage, VersionId
-from tierckpt.goodput.heartbeat import Heartbeat
 from tierckpt.group import Group, Node
 from tierckpt.hooks.iterations import Accumulation
-from tierckpt.hooks.unsaved_objects import first_values
-from tierckpt.journal.journal import Journal
-from tierckpt.lineage.fork import ForkOrder, Forks, PartReport, Selection
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.session import LoadedVersion, RestoreSession
 from tierckpt.restore.verification import VerifiedVersion, all_finished
@@ -57,7 +54,7 @@ from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
 from tierckpt.state.counters import is_metric
-from tierckpt.state.extras import is_generator
+from tierckpt.state.extras import first_values, is_generator
 from tierckpt.state.names import named_modules
 from tierckpt.state.optimizers import refuse_model
 from tierckpt.state.training_state import TrainingState, label_optimizers
@@ -73,6 +70,9 @@ from .shutdown import Finished
 
 if TYPE_CHECKING:
     from tierckpt.journal.replay import Replay
+    from tierckpt.lineage.fork import Forked, ForkOrder, PartReport, Selection
+
+    from .loop import TrainingJob
 
 __all__ = ["DataWitness", "Restart"]
 
@@ -84,6 +84,7 @@ Optimizers = (
 
 def agree(
     group: Group,
+    table: Sequence[type[Part]],
     adapter: Adapter,
     model: torch.nn.Module,
     optimizer: Optimizers,
@@ -93,7 +94,7 @@ def agree(
     config_file: str | os.PathLike[str] | None,
 ) -> tuple[TrainingState, Config, JobTopology]:
     """Check this rank's arguments and settings, and compare the settings with the other ranks'.
-    Collective; arguments as for `Checkpointer`.
+    Collective; `table`: the kinds of parts; other arguments as for `Checkpointer`.
 
     Raises ConfigError or UnsupportedStateError on all ranks, naming those with a problem.
     """
@@ -104,11 +105,9 @@ def agree(
         state = TrainingState(model, given, extra, extra_per_rank, *shared)
         check_state(state)
     config, topology = agree_on_settings(settings, config_file, group)
-    if config.local.journal_steps:
-        from tierckpt.journal.steps import check_support
-
-        with _on_all_ranks(group):
-            check_support(config, state, adapter.repeats_steps, adapter.step_class)
+    with _on_all_ranks(group):
+        for part in table:
+            part.check(config, state, adapter)
     state.forward_changes(config.forward_changes)
     return state, config, topology
 
@@ -278,12 +277,15 @@ UNWITNESSED = (
 )
 
 
-class DataWitness:
+class DataWitness(Part):
     """The comparisons of one checkpointer's loaders. Training thread."""
 
-    due = False
-    """A version was restored, and no step made since. Equal on all ranks."""
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        return cls(job.config.data_witness, job.group, job.state, job.reports)
 
+    idle = frozenset(("step_begins", "iteration_ends"))
     result: tuple[int, str] | None = None
     """Of the last restart: the newest batches that were compared, on all ranks, and what differs;
     None before that."""
@@ -296,9 +298,9 @@ class DataWitness:
         self._unwitnessed_is_said = False
         self._weights: dict[str, list[Any]] = {}
         """Values of parameters after the restore."""
-        self.attached()
+        self._tell()
 
-    def attached(self) -> None:
+    def _tell(self) -> None:
         """Let the loaders know whether their batches need fingerprints, and which generators the
         version has: their data may draw from these, too."""
         drawn = {name: each for name, each in self._objects() if is_generator(each)}
@@ -307,16 +309,19 @@ class DataWitness:
                 each.witnesses = self.mode != "off"
                 each.draws_from(drawn)
 
-    def restored(self, version: int) -> None:
-        """A version was restored; 0: there was none. All ranks call it."""
-        self.attached()
-        self._version, self.due = version, version > 0 and self.mode != "off"
-        self._weights = self._sampled() if self.due else {}
+    def restored(self, result: Restored) -> None:
+        """Prepare the comparison."""
+        self._tell()
+        self._version = result.version
+        due = result.version > 0 and self.mode != "off"
+        self._weights = self._sampled() if due else {}
+        if due:  # on all ranks
+            self.wake("step_begins", "iteration_ends")
 
-    def settle(self) -> None:
+    def step_begins(self) -> None:
         """Compare, before the first step after a restore. Collective. Raises RestoreError, on all
         ranks, if the data of one rank differ, unless that is to be a warning."""
-        self.due = False
+        self.sleep("step_begins", "iteration_ends")
         self._compare_weights()
         for _, each in self._objects():
             if isinstance(each, ResumableLoader):
@@ -338,6 +343,9 @@ class DataWitness:
             text = self._text(ranks, first)
             self._reports.notice_of_all(text, logging.WARNING)
         self.result = sum(batches for _, batches in gathered), text
+
+    iteration_ends = step_begins
+    """All ranks get here, also one that skipped its first step."""
 
     def _sampled(self) -> dict[str, list[Any]]:
         """A few values of each of the first parameters. None where an optimizer has a `train()`: it
@@ -410,18 +418,16 @@ class Restart:
         group: Group,
         live: LiveState,
         levels: Tiers,
-        journal: Journal,
-        forks: Forks,
+        parts: Parts,
         schedule: Schedule,
-        heartbeat: Heartbeat,
         accumulation: Accumulation,
         complete: Callable[[], None],
         finished: Finished,
     ) -> None:
         """All arguments stay their owners'. `complete`: `Checkpointer.complete`."""
         self._config, self._group, self._live, self._levels = config, group, live, levels
-        self._journal, self._forks, self._schedule = journal, forks, schedule
-        self._heartbeat, self._accumulation, self._complete = heartbeat, accumulation, complete
+        self._parts, self._schedule = parts, schedule
+        self._accumulation, self._complete = accumulation, complete
         self._finished = finished
 
     # --- a restore ------------------------------------------------------------------------------
@@ -459,7 +465,7 @@ class Restart:
         error_barrier = ErrorBarrier(self._group)
         with error_barrier:
             self._complete()
-            self._journal.pause()
+            call(self._parts.pause)
             levels.agreement.void()
             levels.agent.wait(None, hopeless=lambda: True)
             levels.collect()
@@ -503,10 +509,10 @@ class Restart:
         """The records of the journal that follow a version, at most so many; None if there are
         none."""
         live, replay = self._live, None
-        if most != 0:
+        for records_after in self._parts.records_after if most != 0 else ():
             base, began = attempt.plan.id, self._levels.history.began_last
             barrier, step_class = ErrorBarrier(self._group), live.adapter.step_class
-            replay = self._journal.records_after(base, began, barrier, step_class, most)
+            replay = records_after(base, began, barrier, step_class, most)
         if replay is None:
             yield None
             return
@@ -521,8 +527,9 @@ class Restart:
         """Warn of a journal that this restart does not use."""
         if self._group.rank:
             return
-        if text := self._journal.unused_after(base, self._levels.history.began_last, strict):
-            self._levels.reports.notice(text, logging.WARNING)
+        for unused_after in self._parts.unused_after:
+            if text := unused_after(base, self._levels.history.began_last, strict):
+                self._levels.reports.notice(text, logging.WARNING)
 
     def load_from(
         self, source: str, selection: Selection, strict: bool, bar: Progress
@@ -531,10 +538,11 @@ class Restart:
         with ErrorBarrier(self._group, _refused):
             self._accumulation.refuse()
         self._complete()
-        self._journal.pause()
-        report = self._forks.load_from(source, selection, strict, bar)
+        call(self._parts.pause)
+        (load_parts,) = self._parts.load_parts
+        report: PartReport = load_parts(source, selection, strict, bar)
         self._live.forget()
-        self._schedule.requested |= self._journal.begins_with
+        self._schedule.requested |= self._parts.begins_with
         return report
 
     # --- a run begins ---------------------------------------------------------------------------
@@ -558,8 +566,8 @@ class Restart:
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
             # The journal leads to no version that was in memory alone, and its records do not give
             # up newer versions of an earlier run, or the journal of another number of ranks.
-            self._schedule.requested |= self._journal.begins_with
-            self._forks.marks.has_versions()
+            self._schedule.requested |= self._parts.begins_with
+            call(self._parts.found_versions)
             return session.report(loaded.result)
 
     def _begin_elsewhere(
@@ -567,7 +575,9 @@ class Restart:
     ) -> Restored:
         """Begin this job, which has no version of its own, from a version of another job, if one
         was ordered; else from nothing. Raises as `_begin_with`."""
-        forked = self._forks.begin(order, bar, self._live.adapter.load)
+        forked: Forked | None = None
+        for begin_elsewhere in self._parts.begin_elsewhere:
+            forked = begin_elsewhere(order, bar, self._live.adapter.load)
         if forked is None:
             with ErrorBarrier(self._group) as error_barrier:
                 self._levels.meet(error_barrier)
@@ -603,10 +613,8 @@ class Restart:
         live.go_on_from(result)
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result, error_barrier)
-        self._heartbeat.resumed(result.version)
-        if lineage:
-            id_ = VersionId(result.generation, result.version)
-            self._journal.begin_at(id_, self._levels.history.generation)
+        base = VersionId(result.generation, result.version) if lineage else None
+        call(self._parts.goes_on_from, result, base, self._levels.history.generation)
         live.adapter.resumed(live.position.iteration)
 
 

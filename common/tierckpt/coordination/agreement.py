@@ -16,12 +16,9 @@ from types import MappingProxyType
 
 from tierckpt.config import Config
 from tierckpt.core.decisions import (
-    NO_HALT,
     NO_METRIC,
     SILENT,
-    HaltVote,
     LevelVote,
-    Reason,
     Vote,
     as_vote,
     of_vote,
@@ -67,14 +64,17 @@ class Agreement:
         on_local_safe: Callable[[VersionId, int, float | None], None],
         on_local_broken: Callable[[], None],
         on_slower_votes: Callable[[str], None] = lambda why: None,
+        silent: tuple[int, ...] = (),
     ) -> None:
         """Vote by `ballots`, which this object closes. `on_local_safe` is called for every version
         that became durable on all ranks, with the size of its largest shard in bytes and its
         metric; `on_local_broken` after one did not and is in the ledger as broken;
-        `on_slower_votes` with the reason when votes take another way, see `Ballots.recover`."""
+        `on_slower_votes` with the reason when votes take another way, see `Ballots.recover`.
+        `silent`: the numbers of parts that say nothing."""
         self._group, self._ballots = group, ballots
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._on_slower_votes, self._problem = on_slower_votes, ballots.problem
+        self._silent = silent
         self._ballot: Ballot | None = None
         self.rows: Rows = []
         """Integers that ranks gave along with the votes read last."""
@@ -157,11 +157,11 @@ class Agreement:
         self,
         newest: VersionId,
         busy: Mapping[Level, bool] = MappingProxyType({}),
-        halt: HaltVote = NO_HALT,
         figures: CostEstimate = UNKNOWN,
         adapter: int = 0,
-        check: tuple[int, int, int, int] = (0, 0, 0, -1),
-        unchanged: int = 0,
+        place: int = 0,
+        wanted: bool = False,
+        parts: tuple[int, ...] = (),
         own: Sequence[int] = (),
     ) -> None:
         """Cast this rank's vote.
@@ -169,31 +169,26 @@ class Agreement:
         Args:
             newest: the version of this boundary, too young to judge.
             busy: True for a level that cannot take another version on this rank.
-            halt: the result of `HaltController.vote`.
             figures: costs of checkpoints on this rank.
             adapter: see `Vote`.
-            check: the result of `ReplicaMonitor.vote`.
-            unchanged: see `Vote`.
+            place: this rank's iteration.
+            wanted: this rank asks for a version.
+            parts: see `Vote`; empty: they say nothing.
             own: integers of this rank that all ranks read, see `Ballots`.
         """
         about = self._about(newest)
         nbytes, metric = self._shard(about[LOCAL]) if LOCAL in about else (0, None)
         vote = Vote(
             self._votes_about(about, busy, figures),
-            no_request=int(not self._asked and halt.reason is Reason.NONE),
+            no_request=int(not (self._asked or wanted)),
             less_bytes=-nbytes,
             metric=NO_METRIC if metric is None else as_vote(metric),
-            halt=halt.reason,
-            unattended=int(halt.silent),
-            halt_seconds=halt.seconds_left,
             less_step_us=-figures.step_us,
             adapter=adapter,
             no_close=int(not self.close_asked),
-            check=check[0],
-            check_complement=check[1],
-            place=check[2],
-            place_complement=check[3],
-            unchanged=unchanged,
+            place=place,
+            place_complement=~place,
+            parts=parts or self._silent,
         )
         self._asked = False
         if self.diverged is not None:
@@ -254,7 +249,8 @@ class Agreement:
             nbytes, metric = self._shard(about.get(LOCAL))
             states = {level: self._state(level, id_) or BROKEN for level, id_ in about.items()}
             levels = {level: LevelVote(states.get(level, DONE)) for level in LEDGERS}
-            vote = Vote(levels, less_bytes=-nbytes, metric=as_vote(metric))
+            metric_vote = as_vote(metric)
+            vote = Vote(levels, less_bytes=-nbytes, metric=metric_vote, parts=self._silent)
             newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
             self._cast(vote, newest, about)
             _, lost = self.read()

@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import chain, compress, count
 from operator import itemgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from tierckpt._text import in_words
 from tierckpt.config import AUTO, Config, Steps
@@ -103,6 +103,43 @@ class HaltVote(NamedTuple):
     """The rank's script has evidently never called `should_exit()`."""
     seconds_left: int = NEVER_SECONDS
     """Seconds until the cloud takes this rank's node away."""
+
+
+class EarlyEnd:
+    """The early end of a job that has none; `halt.controller` has the other one."""
+
+    reason = Reason.NONE
+    """The reason why the job ends early; set on all ranks at the same boundary."""
+    signal_name = ""
+    """The name of the first signal that this rank received; empty if there was none."""
+
+    def should_exit(self) -> bool:
+        """The implementation of `Checkpointer.should_exit`."""
+        return False
+
+    def exit(self) -> NoReturn:
+        """End the process of a program that never asks whether to end, after all is closed."""
+        raise SystemExit(0)
+
+    def seconds_to_wait(self) -> float | None:
+        """Time that the end may take; None: no limit."""
+        return None
+
+    def seconds_for_others(self) -> float:
+        """Time that the end may wait for other nodes and stores, after the last checkpoint is on
+        disk."""
+        return math.inf
+
+    def has_to_end(self) -> bool:
+        """True if nothing that hangs is waited for any more."""
+        return False
+
+    def disarm(self) -> None:
+        """The end has begun; it may take longer than an iteration."""
+
+    def ask(self, request: HaltRequest) -> None:
+        """Obey this request, in addition to those in directories."""
+        raise NotImplementedError
 
 
 NO_HALT = HaltVote()
@@ -300,28 +337,18 @@ class Vote(NamedTuple):
     metric: int = NO_METRIC
     """Metric of the same version: the value of rank 0's user, see `as_vote`; NO_METRIC from all
     other ranks, so that the minimum is rank 0's."""
-    halt: int = Reason.NONE
-    """A `Reason` why this rank wants the job to stop early; NONE is the largest. Such a wish also
-    requests a checkpoint."""
-    unattended: int = 0
-    """1 when this rank's script has evidently never asked whether the job should stop."""
-    halt_seconds: int = NEVER_SECONDS
-    """Seconds until the cloud takes this rank's node away, see `HaltVote`."""
     less_step_us: int = 0
     """Duration of a step, from `tuning.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
     """The adapter's vote, see `Adapter.vote`."""
     no_close: int = 1
     """0 when this rank's user called `close()` at a point where it could not be done."""
-    check: int = 0
-    """This and the next field: the digest of the slice hashed at the previous boundary, see
-    `replica_check.as_vote`."""
-    check_complement: int = 0
     place: int = 0
-    """This and the next field: this rank's iteration, in the same way."""
+    """This and the next field: this rank's iteration; all ranks are in the same one if the minima
+    are each other's complements."""
     place_complement: int = -1
-    unchanged: int = 0
-    """Number of this rank's newest versions whose striped state equals the version before them."""
+    parts: tuple[int, ...] = ()
+    """The numbers of the parts, see `core.parts`; empty: none were cast."""
 
     def pack(self) -> list[int]:
         """Return the vector to be reduced."""
@@ -331,24 +358,20 @@ class Vote(NamedTuple):
             self.no_request,
             self.less_bytes,
             self.metric,
-            int(self.halt),
-            self.unattended,
-            self.halt_seconds,
             self.less_step_us,
             self.adapter,
             self.no_close,
-            self.check,
-            self.check_complement,
             self.place,
             self.place_complement,
-            self.unchanged,
+            *self.parts,
         ]
 
     @staticmethod
     def unpack(values: list[int]) -> Vote:
         """Read the vector that `pack` made."""
         levels = _levels_of(tuple(values[:_OTHERS]))
-        return tuple.__new__(Vote, (levels, *values[_OTHERS:]))  # as `_make`, which is slower
+        about, parts = values[_OTHERS:VOTE_WIDTH], tuple(values[VOTE_WIDTH:])
+        return tuple.__new__(Vote, (levels, *about, parts))  # as `_make`, which is slower
 
     @property
     def apart(self) -> bool:
@@ -363,6 +386,7 @@ class Vote(NamedTuple):
 
 
 VOTE_WIDTH = len(Vote().pack())
+"""Without the parts."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,52 @@ KEEP_ALL = 1_000_000
 """As `keep_last`: all versions stay, also those that a run gave up."""
 
 
+class Spared:
+    """The versions of the local level that retention must keep: the newest that is known to be
+    equal on all ranks, and its successor, for which that is not known yet. The same on all ranks.
+    Training thread."""
+
+    def __init__(self, active: bool = False) -> None:
+        """Not `active`: replicas are not compared, and no version is kept."""
+        self.version: VersionId | None = None
+        """The newest version known to be equal on all ranks."""
+        self._next: VersionId | None = None
+        self._newest: VersionId | None = None
+        self._active, self._drifted = active, False
+
+    def restart(self, version: VersionId | None) -> None:
+        """A run begins; `version` is the newest one that is not suspect. It is kept until another
+        version is known to be equal: if ranks differ from the first step on, there is no other."""
+        self.version = version if self._active else None
+        self._next, self._drifted = None, False
+        self._newest = None
+
+    def whole(self, id_: VersionId) -> None:
+        """A version is complete on all local disks."""
+        if self._active and not self._drifted:
+            self._newest, self._next = id_, self._next or id_
+
+    def alike(self, generation: int, version: int) -> None:
+        """All ranks were equal up to this version."""
+        last = VersionId(generation, version)
+        if self._newest is not None and self._newest <= last:
+            self._next = self._newest
+        if self._next is not None and self._next <= last:
+            self.version, self._next = self._next, None
+        self._drifted = False
+
+    def drifted(self) -> None:
+        """Replicas differ: the successor may be a mixture, and so may later versions, until all are
+        equal."""
+        self._newest = self._next = None
+        self._drifted = True
+
+    @property
+    def versions(self) -> set[VersionId]:
+        """The versions that retention must keep."""
+        return {id_ for id_ in (self.version, self._next) if id_ is not None}
+
+
 @dataclass(frozen=True)
 class RetentionPolicy:
     """Rules that keep versions; a version stays if one of the rules keeps it."""

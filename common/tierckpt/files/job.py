@@ -1,6 +1,6 @@
 """A job without a training state: the levels of a program whose ranks store files.
 
-It has the parts of a checkpointer below the snapshot. Ranks do not vote while they compute; they
+It has what a checkpointer has below the snapshot. Ranks do not vote while they compute; they
 exchange what they know in collectives of the calls that the program makes anyway.
 
 All ranks make the same calls. The levels where a version is due are one rank's; rank 0's decides.
@@ -18,12 +18,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tierckpt.callbacks import CallbackList, Callbacks
-from tierckpt.checkpointer.levels import JobParts
+from tierckpt.checkpointer.levels import JobBase
 from tierckpt.config import AUTO, AUTOMATIC, Config
 from tierckpt.coordination.ballots import Cast
 from tierckpt.coordination.peers import redundancy_groups
 from tierckpt.coordination.settings_check import agree_on_settings
-from tierckpt.core.decisions import NO_HALT, HaltVote, Reason, Vote
+from tierckpt.core.decisions import NO_HALT, HaltVote, Reason
 from tierckpt.core.levels import INTERVALS, MEMORY, Level
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.events import Callback, check_receiver
@@ -133,7 +133,7 @@ class _NoBallots:
         """Do nothing."""
 
 
-class FilesJob(JobParts):
+class FilesJob(JobBase):
     """One rank's part of a job of files. Owns it; one thread; the constructor is collective.
 
     Raises the errors of `Checkpointer` at attach: ConfigError and JobBusyError, on all ranks.
@@ -176,7 +176,7 @@ class FilesJob(JobParts):
         self.collect()
         self.levels.slot_handoff.take_stock()
         self.agreement.settle(final=False)
-        votes = self.group.all_gather_object(self.halt.vote(self.version))
+        votes = self.group.all_gather_object(self.halt.wish(self.version))
         self.unattended = self.halt.receive(_agreed(votes))
         self.levels.promotion.backlog.go_on()
 
@@ -202,7 +202,6 @@ class FilesJob(JobParts):
         if self.version and not abandoned and self.halt.reason is Reason.NONE:
             self.resources.finished = self.version
         self.halt.close()
-        self.levels.drift.wait()
         self.folders.close()
         self.agent.close(abandoned=abandoned)
         self.leave(remove)
@@ -220,12 +219,11 @@ def _refuse_automatic(config: Config) -> None:
             )
 
 
-def _agreed(votes: Sequence[HaltVote]) -> Vote:
+def _agreed(votes: Sequence[HaltVote]) -> HaltVote:
     """The ranks' agreement on an early end, as a reduction of votes would give it."""
     first = min((vote for vote in votes), key=lambda vote: vote.reason, default=NO_HALT)
     left = min(vote.seconds_left for vote in votes)
-    silent = all(vote.silent for vote in votes)
-    return Vote(halt=first.reason, unattended=int(silent), halt_seconds=left)
+    return HaltVote(first.reason, all(vote.silent for vote in votes), left)
 
 
 class Intervals:

@@ -25,6 +25,22 @@ BLOCK_BYTES = 512 * 1024
 """Copy and checksum granularity: a block is hashed while it is still in the core's own cache."""
 
 
+FIXED = ("model/", "buffer/")
+"""Prefixes of names of tensors that exist before any restore; optimizer state is created and
+dropped."""
+
+
+def path_of(name: str) -> tuple[str, str]:
+    """(parameter, key) of the optimizer state with the name `label/parameter/key`."""
+    first, last = name.index("/"), name.rindex("/")
+    return name[first + 1 : last], name[last + 1 :]
+
+
+def parameter_of(name: str) -> str:
+    """The parameter or buffer that the tensor `name` belongs to."""
+    return name.split("/", 1)[1] if name.startswith(FIXED) else path_of(name)[0]
+
+
 class TensorSpec(NamedTuple):
     """The properties of a tensor that are needed to divide it and to create it again."""
 

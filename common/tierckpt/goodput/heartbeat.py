@@ -14,10 +14,16 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tierckpt._milestones import ATTEMPT_VARIABLE, RESTART_VARIABLE
+from tierckpt.core.parts import Boundary, Part
 from tierckpt.events import EventLog
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
+    from tierckpt.format.ids import VersionId
+    from tierckpt.restored import Restored
 
 IMPORTED_SECONDS = time.monotonic()
 """Import of this module, after torch: by `time.monotonic()`."""
@@ -25,8 +31,15 @@ MOMENTS = ("failed", "noticed", "ended")
 """Moments of a restart in `RESTART_VARIABLE`, in Unix seconds."""
 
 
-class Heartbeat:
+class Heartbeat(Part):
     """One checkpointer's records. Training thread; never raises."""
+
+    early = True
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        return cls(job.log, job.config.heartbeat_seconds, job.group.size, job.begin_seconds)
 
     def __init__(
         self, log: EventLog, period_seconds: float, world: int, attach_seconds: float
@@ -51,36 +64,36 @@ class Heartbeat:
         }
         log.record("started", seconds=self._startup(), facts=facts)
 
-    def attached(self, job: str) -> None:
-        """Write that the checkpointer is ready; `job` is the job's id."""
+    def attached(self, job: TrainingJob) -> None:
+        """Write that the checkpointer is ready."""
         if self._log.has_file:
             seconds = {"attach": time.monotonic() - self._attach}
-            self._log.record("attached", seconds=seconds, facts={"job": job})
+            self._log.record("attached", seconds=seconds, facts={"job": job.history.job})
 
-    def resumed(self, version: int) -> None:
-        """The state is that of `version`: the next boundary writes a record, and sums begin."""
+    def goes_on_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
+        """The next boundary writes a record, and sums begin."""
         self._boundary = self._barrier = self._save = 0.0
-        self._facts, self._version = {"from": version}, version
+        self._facts, self._version = {"from": result.version}, result.version
         self._next = 0.0 if self._log.has_file else math.inf
 
-    def boundary(self, version: int, begin_seconds: float, run: str) -> None:
-        """A boundary ends now, and has begun at `begin_seconds` by `time.perf_counter()`."""
+    def boundary_ends(self, at: Boundary) -> None:
+        """Count its time; write a record if one is due."""
         now = self._passed = time.perf_counter()
-        self._boundary += now - begin_seconds
-        self._version = version
+        self._boundary += now - at.begin_seconds
+        self._version = at.id.version
         if now >= self._next:
-            facts = {} if self._facts is None else {**self._facts, "run": run}
+            facts = {} if self._facts is None else {**self._facts, "run": at.run}
             self._facts = None
             self._next = now + self._period if self._log.has_file else math.inf
             self._write(facts)
 
-    def barrier(self, begin_seconds: float) -> None:
-        """A wait before an optimizer's step ends now."""
+    def changes(self, begin_seconds: float) -> None:
+        """Count the wait that ends now."""
         self._barrier += time.perf_counter() - begin_seconds
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Context of a version on demand, with all its waits; boundaries in it are part of it."""
+    def saving(self, trained: bool) -> Iterator[None]:
+        """Count all its waits; boundaries in it are part of it."""
         begin, stalls = time.perf_counter(), (self._boundary, self._barrier)
         try:
             yield
@@ -88,10 +101,9 @@ class Heartbeat:
             self._boundary, self._barrier = stalls
             self._save += time.perf_counter() - begin
 
-    def ended(self) -> None:
-        """The process goes on or ends without `close()`: write the last state, which is newer than
-        that of the last record."""
-        if self._log.has_file:
+    def left(self, abandoned: bool) -> None:
+        """Without `close()`: write the last state, which is newer than that of the last record."""
+        if abandoned and self._log.has_file:
             since = time.perf_counter() - self._passed
             self._write({**(self._facts or {}), "since_boundary": since, "ended": True})
 

@@ -16,18 +16,24 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
+from tierckpt import _milestones
 from tierckpt._text import in_words
 from tierckpt.config import Config, parse_signals
-from tierckpt.core.decisions import NEVER_SECONDS, HaltRequest, HaltVote, Reason, Vote
+from tierckpt.core.decisions import NEVER_SECONDS, EarlyEnd, HaltRequest, HaltVote, Reason
+from tierckpt.core.parts import Boundary, Part, VoteField
 from tierckpt.errors import FormatError
 from tierckpt.group import Node
 from tierckpt.storage import answers
+from tierckpt.storage.job_directory import watched_directories
 
 from . import request_file
 from .preemption import PreemptionWatcher, Watcher
 from .signals import Signals
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
 
 LOOK_SECONDS = 5.0
 """Interval between two looks for requests in the directories."""
@@ -49,9 +55,20 @@ Notice = Callable[[str, int], None]
 """Takes text and severity."""
 
 
-class HaltController:
+class HaltController(EarlyEnd, Part):
     """One rank's part in halting. Training thread; signals are handled only if that is the main
     thread."""
+
+    votes = (
+        VoteField("halt", Reason.NONE),
+        VoteField("unattended"),
+        VoteField("halt_seconds", NEVER_SECONDS),
+    )
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        return cls(job.config, job.group.rank, job.node, job.reports.notice)
 
     def __init__(
         self,
@@ -61,8 +78,6 @@ class HaltController:
         notice: Notice,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self.reason = Reason.NONE
-        """The reason why the job ends early; set on all ranks at the same boundary."""
         self._margin_seconds, self._exit_status = config.halt_seconds_left, config.halt_exit_status
         self._standing = [HaltRequest(seconds_left=config.halt_seconds_left or None)]
         self._awaits = self._standing != [HaltRequest()]
@@ -90,8 +105,8 @@ class HaltController:
             notice(f"{number.name} will not cause a last checkpoint: {why}", logging.INFO)
 
     @property
-    def signal_name(self) -> str:
-        """The name of the first signal that this rank received; empty if there was none."""
+    def signal_name(self) -> str:  # type: ignore[override]
+        """See `EarlyEnd`."""
         return self._signals.received.name if self._signals.received is not None else ""
 
     def exit(self) -> NoReturn:
@@ -104,8 +119,26 @@ class HaltController:
         self._standing.append(request)
         self._awaits = True
 
-    def vote(self, version: int) -> HaltVote:
-        """This rank's vote at the boundary of `version`."""
+    def read(self, at: Boundary, least: Sequence[int]) -> None:
+        """Learn whether the job ends early, and whether the script does not."""
+        at.ends |= self.receive(HaltVote(Reason(least[0]), bool(least[1]), least[2]))
+        if self.reason is not Reason.NONE:
+            _milestones.reached(_milestones.HALTING)
+
+    def vote(self, at: Boundary) -> Sequence[int]:
+        """A wish to end also asks for a version."""
+        wish = self.wish(at.id.version)
+        at.wanted |= wish.reason is not Reason.NONE
+        return int(wish.reason), int(wish.silent), wish.seconds_left
+
+    def apart(self) -> None:
+        """Ranks can no longer agree on an end: a received signal ends this process, as without this
+        library. Not if they had agreed before."""
+        if self.reason is Reason.NONE:
+            self._signals.redeliver()
+
+    def wish(self, version: int) -> HaltVote:
+        """Whether this rank wants the job to end at the boundary of `version`."""
         self._signals.passed_boundary()
         silent = self._boundaries > 0 and not self._asked
         self._boundaries += 1
@@ -159,28 +192,28 @@ class HaltController:
         self._notify_once(text, logging.WARNING)
         return self._seconds_left() <= max(NOTICE_SECONDS, self._margin_seconds)
 
-    def receive(self, agreed: Vote) -> bool:
-        """At a boundary: receive the ranks' agreement from the previous one.
+    def receive(self, agreed: HaltVote) -> bool:
+        """At a boundary: receive the most urgent wish of all ranks at the previous one.
 
         Returns True if the script will not end by itself: the caller must end the job after this
         boundary.
         """
-        if self.reason is Reason.NONE and agreed.halt < Reason.NONE:
-            self.reason = Reason(agreed.halt)
-            if agreed.halt_seconds < NEVER_SECONDS:
-                self._preempted_at = self._voted_seconds + agreed.halt_seconds
+        if self.reason is Reason.NONE and agreed.reason < Reason.NONE:
+            self.reason = agreed.reason
+            if agreed.seconds_left < NEVER_SECONDS:
+                self._preempted_at = self._voted_seconds + agreed.seconds_left
             if self.reason.is_interruption:
                 self._agreed_seconds = time.monotonic()
             # From here on a script may need longer between boundaries (an evaluation, an upload).
             self._signals.disarm()
             silent = "the job is ended here, as this script never calls should_exit()"
-            how = silent if agreed.unattended else "should_exit() is true from now on"
+            how = silent if agreed.silent else "should_exit() is true from now on"
             self._notice(
                 f"the job ends early: {self.reason.text()}. A last checkpoint is taken, {how}"
                 f"{self._watcher.advice()}",
                 logging.WARNING if self._rank == 0 else logging.DEBUG,
             )
-        return self.reason is not Reason.NONE and bool(agreed.unattended)
+        return self.reason is not Reason.NONE and agreed.silent
 
     def should_exit(self) -> bool:
         """The implementation of `Checkpointer.should_exit`."""
@@ -233,15 +266,13 @@ class HaltController:
     def _granted_until(self, notified_seconds: float) -> float:
         return notified_seconds + self._grace_seconds - GRACE_SPARE_SECONDS
 
-    def end_alone(self) -> None:
-        """At a boundary where ranks can no longer agree on an end: a received signal ends this
-        process, as without this library. Does nothing if they had agreed before."""
-        if self.reason is Reason.NONE:
-            self._signals.redeliver()
-
     def disarm(self) -> None:
         """The end has begun; it may take longer than an iteration."""
         self._signals.disarm()
+
+    def end(self, remove: bool) -> None:
+        """Close."""
+        self.close()
 
     def close(self) -> None:
         """Stop watching directories and handling signals."""
@@ -260,17 +291,6 @@ class HaltController:
         if not self._said_silence:
             self._said_silence = True
             self._notice(text, logging.WARNING)
-
-
-def watched_directories(config: Config, rank: int, node: Node) -> list[str]:
-    """Directories in which this rank looks for requests: for a node's first rank `path`, which may
-    be local to the node; for rank 0 the persistent level's directory, which an operator reaches
-    from anywhere."""
-    found = [config.directory] if node.first == rank else []
-    shared = config.persistent.path
-    if rank == 0 and shared and "://" not in shared:
-        found.append(shared)
-    return found
 
 
 class RequestWatcher(Watcher):

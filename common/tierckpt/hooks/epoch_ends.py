@@ -13,15 +13,19 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from tierckpt.core.parts import Part
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import Generator
 from tierckpt.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
 
 Place = ResumableLoader[Any] | Position
 """The objects that know the loop's position in the data."""
@@ -34,8 +38,16 @@ MORE_HELD = "let it hold one at most, with ResumableLoader(loader, ahead=1), and
 KINDS = (ResumableLoader, Position)
 
 
-class EpochEnds:
+class EpochEnds(Part):
     """The epoch ends of one checkpointer's loaders and samplers. Training thread."""
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        part = cls(job.state, job.reports.notice_of_all)
+        if job.config.boundary == "explicit":
+            part.sleep("boundary_begins", "stepped")
+        return part
 
     def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
         """Does not own `state`. `say` takes text and severity."""
@@ -47,9 +59,9 @@ class EpochEnds:
             if isinstance(place, ResumableLoader):
                 place.has_boundaries = True
 
-    def in_forward(self) -> None:
+    def boundary_begins(self, in_forward: bool) -> None:
         """Record a boundary in the forward pass of the next iteration."""
-        for place in self._places():
+        for place in self._places() if in_forward else ():
             if isinstance(place, ResumableLoader):
                 place.met_boundary()
 
@@ -62,8 +74,8 @@ class EpochEnds:
             elif place.note_end is None:  # its batch is reported after the optimizer's step
                 place.note_end = partial(self._note_end, place)
 
-    def passed(self) -> None:
-        """Record the end of an iteration: its batch was trained on."""
+    def iteration_ends(self) -> None:
+        """The batch of the iteration was trained on."""
         if not (self._state.extra or self._state.extra_per_rank):
             return
         for place in self._places():
@@ -75,9 +87,8 @@ class EpochEnds:
                 self._say(HELD.format(count=place.held + 1, cure=cure), logging.WARNING)
 
     @contextlib.contextmanager
-    def between(self, trained: bool) -> Iterator[None]:
-        """Mark the places while a version without a boundary is taken. `trained`: a step was made
-        since the last boundary."""
+    def saving(self, trained: bool) -> Iterator[None]:
+        """Mark the places while a version without a boundary is taken."""
         places = [*self._places()]
         try:
             for place in places:

@@ -26,11 +26,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tierckpt._text import some
+from tierckpt.core.parts import Parts
 from tierckpt.errors import RestoreError
 from tierckpt.restored import Restored
 from tierckpt.state.counters import Counters
@@ -46,10 +47,6 @@ from .optimizer_steps import (
     closure_of,
     never_compiled,
 )
-from .unsaved_objects import Unsaved
-
-if TYPE_CHECKING:
-    from tierckpt.tracing.recorder import Trace
 
 __all__ = ["Accumulation", "Hooks", "Iterations", "Unattached"]
 
@@ -405,27 +402,22 @@ class Hooks:
         before_unregistered: Callable[[], None],
         before_change: Callable[[], None],
         say: Callable[[str, int], None],
-        trace: Trace | None,
-        line: str,
+        parts: Parts,
     ) -> None:
         """`before_unregistered` returns when an optimizer that was not given may change the state,
         and `before_change`, a method, when other code than a step may. `say` takes text and
-        severity, each text once. `line`: as in `unsaved_objects`."""
+        severity, each text once. `parts` learn of every optimizer's steps."""
         self._iterations = iterations
         self._unregistered = UnregisteredOptimizers(state, before_unregistered, say)
         self._counters = Counters(state, say)
-        self.unsaved = Unsaved(state, self._unregistered.found, line, say)
+        self._parts = parts
         given, steppers = state.given.values(), state.steppers
         with contextlib.ExitStack() as undo:
-            undo.callback(self.unsaved.close)
             undo.callback(iterations.unwatch)
             iterations.watch(model, steppers)
             within = [inner for each in given for _, inner in optimizers_inside(each)]
             undo.callback(CustomMethods([*given, *within], state.hollow, before_change).close)
             undo.callback(GlobalStepHook(self._before_any_step).close)
-            if trace is not None:  # after the step hook: waiting there is not part of an update
-                for hook in trace.watch({n: each[0] for n, each in steppers.items() if each}):
-                    undo.callback(hook.remove)
             self._undo = undo.pop_all()
 
     @property
@@ -447,7 +439,8 @@ class Hooks:
     def _before_any_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        self.unsaved.step_begins()
+        for called in self._parts.optimizer_called:
+            called()
         if self._iterations.watches(optimizer):
             return self._iterations.begins(optimizer, args, kwargs)
         self._unregistered.begins(optimizer)

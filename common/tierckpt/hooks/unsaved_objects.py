@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -39,9 +39,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from tierckpt._text import in_words
-from tierckpt.state.extras import PlainValues
+from tierckpt.core.parts import Part
+from tierckpt.state.extras import PlainValues, first_values
 from tierckpt.state.optimizers import optimizers_inside
 from tierckpt.state.training_state import TrainingState, optimizer_class
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
 
 __all__ = [
     "Found",
@@ -50,7 +54,6 @@ __all__ = [
     "averages_any",
     "copies_of",
     "draws_seeds_again",
-    "first_values",
     "is_stored",
     "look",
     "name_in_script",
@@ -348,9 +351,6 @@ def averages_any(averages: Any, model: torch.nn.Module) -> bool:
     return any(found in shapes for found in map(_shapes, held) if found)
 
 
-SHOWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules outside the model with its class and shapes, whose parameters no optimizer steps:
     averages that a loop makes by itself, targets, references."""
@@ -368,11 +368,6 @@ def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def sample_of(module: torch.nn.Module) -> list[Any]:
     """A few values of its first parameters."""
     return [first_values(each) for each in [*module.parameters()][:8]]
-
-
-def first_values(tensor: torch.Tensor) -> list[Any]:
-    """A few values, to compare; none of a type that Python has no numbers for."""
-    return tensor.detach().flatten()[:4].tolist() if tensor.dtype in SHOWN else []
 
 
 def _shapes(value: Any) -> list[torch.Size]:
@@ -425,7 +420,7 @@ _earlier: list[_Ref] = []
 """Averages and loaders of trainings that this process has ended."""
 
 
-class Unsaved:
+class Unsaved(Part):
     """Searches for unsaved objects and reports how to give them. Training thread; not
     collective."""
 
@@ -435,10 +430,13 @@ class Unsaved:
         unregistered: Callable[[], Iterable[torch.optim.Optimizer]],
         line: str,
         say: Say,
+        speaks: bool,
     ) -> None:
         """`unregistered` returns optimizers that step the model's parameters and were not given.
         `line` shows how to give an object, with `{name}` and `{it}`. `say` takes text and
-        severity."""
+        severity. Only the rank that `speaks` searches, as the objects are the same on all
+        ranks."""
+        self._speaks = speaks
         self._state, self._unregistered, self._line, self._say = state, unregistered, line, say
         self._scalers: list[_Ref] = []
         self._looks = self._boundaries = 0
@@ -453,16 +451,20 @@ class Unsaved:
         self.schedulers = 0
         """Number of schedulers found, given or not."""
 
-    def close(self) -> None:
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        line, say = job.adapter.extra_syntax, job.reports.notice_of_all
+        return cls(job.state, lambda: job.hooks.unregistered, line, say, job.group.rank == 0)
+
+    def end(self, remove: bool) -> None:
         """Leave the objects of this training out of the searches of later ones in the process."""
         weak = [each for each in self._known if isinstance(each, weakref.ref)]
         _earlier[:] = [*(each for each in _earlier if each() is not None), *weak]
         self._known = []
 
-    def step_begins(self) -> None:
-        """A step of any optimizer starts; called inside the step."""
-        if self._looks:
-            return
+    def optimizer_called(self) -> None:
+        """Look for a GradScaler that makes the step."""
         frame = sys._getframe(1)
         for _ in range(MAX_FRAMES):
             if frame.f_code.co_name == "step":
@@ -475,11 +477,10 @@ class Unsaved:
                 return
             frame = frame.f_back
 
-    def boundary(self, speaks: bool) -> None:
-        """Search at the first boundary, or if something shows a new object. Only the rank that
-        `speaks` searches, as the objects are the same on all ranks."""
+    def boundary_begins(self, in_forward: bool) -> None:
+        """Search at the first boundary, or if something shows a new object."""
         try:
-            if self._is_due(speaks):
+            if self._is_due():
                 self._look()
             elif self._copies:
                 self._compare_copies()
@@ -488,8 +489,8 @@ class Unsaved:
             text = f"the search for unsaved objects failed: {in_words(error)}"
             self._say(text, logging.INFO)
 
-    def _is_due(self, speaks: bool) -> bool:
-        if self._looks >= MAX_LOOKS or (self._looks and not speaks):
+    def _is_due(self) -> bool:
+        if self._looks >= MAX_LOOKS or (self._looks and not self._speaks):
             return False
         self._boundaries += 1
         if self._looks and self._boundaries > OFTEN and self._boundaries % SELDOM:
@@ -498,7 +499,8 @@ class Unsaved:
         if self._looks and marks == self._marks:
             return False
         self._looks, self._marks = self._looks + 1, marks
-        return speaks
+        self.sleep("optimizer_called")
+        return self._speaks
 
     def _look(self) -> None:
         found = look()

@@ -12,23 +12,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import in_words, size_text
-from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.coordination.peers import PeerSetup
-from tierckpt.coordination.versions import Reports
 from tierckpt.core.levels import LOCAL, MEMORY, Level
+from tierckpt.core.parts import Boundary
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.records import VersionFacts
-from tierckpt.group import Group
 from tierckpt.snapshot.copy_plan import CopyPlan
-from tierckpt.snapshot.snapshot import Work, guard_memory_moves
-from tierckpt.snapshot.staging import Staging, normal_mode
+from tierckpt.snapshot.snapshot import guard_memory_moves
+from tierckpt.snapshot.staging import normal_mode
 from tierckpt.snapshot.tensor_memory import requires_grad
 from tierckpt.state import tree_codec
-from tierckpt.state.training_state import TrainingState
 
 from .copies import JournalCopies, Keeper
 from .journal import CLOSE_SECONDS, Journal
@@ -51,6 +47,10 @@ from .steps import (
     gradients_of,
 )
 from .writer import Draft, JournalWriter
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
+    from tierckpt.restored import Restored
 
 __all__ = ["JournalRecorder"]
 
@@ -81,25 +81,18 @@ THAWED = "requires_grad of parameters was changed"
 
 class JournalRecorder(Journal):
     """Training thread; a thread of its own writes. The methods without a description are those of
-    `Journal`."""
+    `Part`."""
 
     begins_with: frozenset[Level] = frozenset((MEMORY, LOCAL))
     unused = NOT_STRICT
 
-    def __init__(
-        self,
-        config: Config,
-        group: Group,
-        peers: PeerSetup,
-        state: TrainingState,
-        capture: Staging,
-        reports: Reports,
-        submit: Callable[[Work], None],
-    ) -> None:
-        """All arguments stay their owners'. `submit` gives the copier work."""
-        super().__init__(config, group, peers.node)
-        self._state = state
-        self._capture, self._reports, self._submit = capture, reports, submit
+    def __init__(self, job: TrainingJob) -> None:
+        """All of the job stays its owner's."""
+        config, group, peers, reports = job.config, job.group, job.levels.peers, job.reports
+        super().__init__(config, group, job.node, job.agreement)
+        self._job, self._state = job, job.state
+        self._capture, self._reports = job.active.capture, reports
+        self._submit = job.active.submit
         self._copies = JournalCopies(config, group.rank, group.size, peers, self.folder, reports)
         alone = not self._copies.on
         self._writer = JournalWriter(self.folder, self._failed, reuses_small=alone)
@@ -132,9 +125,10 @@ class JournalRecorder(Journal):
         self._place, self._steps = None, []
         self._copies.stop(why)
 
-    def begin_at(self, id_: VersionId, writer: int) -> None:
-        self._steps = []
-        self._follow(id_, writer)
+    def goes_on_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
+        if base is not None:
+            self._steps = []
+            self._follow(base, generation)
 
     def _follow(self, id_: VersionId, writer: int) -> None:
         anew = self._segment is None or self._segment.writer != writer
@@ -157,7 +151,7 @@ class JournalRecorder(Journal):
         done = self._writer.drain(timeout_seconds)
         return self._copies.drain(begin + timeout_seconds - time.monotonic()) and done
 
-    def close(self, remove: bool = False) -> None:
+    def end(self, remove: bool) -> None:
         self._copies.close(remove)
         if remove:
             self._writer.remove(self._owner.tidies)
@@ -171,6 +165,7 @@ class JournalRecorder(Journal):
         step_class: StepClass,
         most: int | None,
     ) -> Replay | None:
+        """Arguments as for `Replay`."""
         where = self._config.directory, self._owner.node, self._state, barrier, self._reports
         replay = Replay(*where, base, began, step_class, most)
         if len(replay):
@@ -183,8 +178,8 @@ class JournalRecorder(Journal):
 
     # --- a step and a boundary ------------------------------------------------------------------
 
-    def before_step(self, label: str, reads_gradients: Callable[[str], bool]) -> None:
-        if not reads_gradients(label) or self._place is None:
+    def gradients_ready(self, label: str) -> None:
+        if not self._job.adapter.reads_gradients(label) or self._place is None:
             return
         try:
             may_wait = self._keep_up()
@@ -197,17 +192,10 @@ class JournalRecorder(Journal):
         except Exception as error:
             self._give_up(error)
 
-    def boundary(
-        self,
-        id_: VersionId,
-        facts_of: Callable[[VersionId], VersionFacts],
-        adapter: Callable[[], Any],
-        sound: bool,
-        local: bool,
-        safe: VersionId | None,
-        protected: VersionId | None,
-    ) -> None:
-        facts = facts_of(id_)
+    def decided(self, at: Boundary) -> None:
+        id_, sound, adapter = at.id, at.sound, self._job.live.packed
+        safe, protected = self._agreement.local.safe, self._agreement.peer.safe
+        facts = self._job.facts(id_)
         self.settle()
         if self._writer.failed == self._segment:  # already reported
             self._stop("its disk does not take it")
@@ -223,7 +211,7 @@ class JournalRecorder(Journal):
         elif self._begun is not None and not problem:
             self._keep_in_step(adapter)
         self._steps = []
-        if local and sound:
+        if LOCAL in at.levels and sound:
             self._follow(id_, id_.generation)
             if self._copies.on:
                 safe = rebuildable(safe, protected or self._begun, self._most_steps)

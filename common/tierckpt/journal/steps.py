@@ -251,8 +251,6 @@ def check_support(
 ) -> None:
     """Raise ConfigError or UnsupportedStateError, on all ranks alike, if the journal cannot repeat
     this training. `repeats_steps` and `step_class`: see `Adapter`."""
-    if not config.local.journal_steps:
-        return
     if not repeats_steps:
         raise ConfigError(
             f"{SETTING} is {config.local.journal_steps}, and elastic jobs have no journal. Leave "

@@ -28,7 +28,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -38,6 +38,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.versions import Reports
 from tierckpt.core.branches import FORK_SETTING, ForkSource, Origin, source_of
+from tierckpt.core.parts import Boundary, Part
 from tierckpt.errors import RestoreError, StateMismatchError, StateTornError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.layout import TensorSpec
@@ -55,6 +56,10 @@ from tierckpt.state.optimizer_restore import Values
 from tierckpt.state.training_state import FILES, TrainingState
 
 from .source import IN_MEMORY, OwnMarks, SourceLook, SourceReader, Wanted, new_origin
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
+    from tierckpt.coordination.agreement import Agreement
 
 __all__ = [
     "PARTS",
@@ -452,9 +457,15 @@ class Forked:
         return start
 
 
-class Forks:
+class Forks(Part):
     """The fork of this job, if it is one, and loads from other jobs. Training thread; methods are
     collective unless they say otherwise."""
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        host = job.topology.hosts[job.group.rank]
+        return cls(job.config, job.group, job.node, host, job.state, job.reports, job.agreement)
 
     def __init__(
         self,
@@ -464,15 +475,42 @@ class Forks:
         host: str,
         state: TrainingState,
         reports: Reports,
+        agreement: Agreement,
     ) -> None:
         """`host`: the id of this rank's node."""
+        self._agreement = agreement
         self._config, self._group, self._state, self._reports = config, group, state, reports
         self._reader = SourceReader(config, group, host, reports)
         self.marks = OwnMarks(config, group, node, self._reader, reports)
 
+    idle = frozenset(("boundary_ends",))
+
+    def restored(self, result: Restored) -> None:
+        """The source may hold a version for this job from now on."""
+        if self.marks.needs is not None:
+            self.wake("boundary_ends")
+
+    def boundary_ends(self, at: Boundary) -> None:
+        """End what the source holds for this job, once this job has a version of its own."""
+        self._settle()
+        if self.marks.needs is None:
+            self.sleep("boundary_ends")
+
+    def end(self, remove: bool) -> None:
+        """The same, and close the places."""
+        self._settle()
+        self.marks.close()
+
+    def _settle(self) -> None:
+        self.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
+
     # --- a job begins --------------------------------------------------------------------------
 
-    def begin(
+    def found_versions(self) -> None:
+        """An earlier start may have left a hold at the source."""
+        self.marks.has_versions()
+
+    def begin_elsewhere(
         self, order: ForkOrder, bar: Progress, load_adapter: Callable[[Any], None]
     ) -> Forked | None:
         """Load the version that this job is to begin from; None if there is no such order. For a
@@ -573,7 +611,9 @@ class Forks:
         result.partial = report if order.selection is not None else None
         return Forked(found, loaded, result)
 
-    def load_from(self, text: str, selection: Selection, strict: bool, bar: Progress) -> PartReport:
+    def load_parts(
+        self, text: str, selection: Selection, strict: bool, bar: Progress
+    ) -> PartReport:
         """Load parts of another job's version into the live state, and go on."""
         given = source_of(text)
         wanted, barrier = Wanted(given.path, given.version), ErrorBarrier(self._group)

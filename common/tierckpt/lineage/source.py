@@ -4,6 +4,8 @@ The other job, the source, may be running. So its memory is copied before it is 
 again, since the next version may be written to the same place at any moment; versions on other
 levels are held (see `fork`) while they are read.
 
+A job without a fork reads no other one: it does not import what lists levels.
+
 The marks of a fork at its source, and the record of the origin beside its own versions, are here,
 too. `fork` has the order of the steps, and what a kill between them leaves.
 """
@@ -20,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from tierckpt import _faults as faults
 from tierckpt._text import directory_of, is_url, some
@@ -45,13 +48,15 @@ from tierckpt.format.ids import NO_RUN, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.format.records import VersionFacts
 from tierckpt.group import Group, Node
-from tierckpt.offline.survey import MissingPathError, Survey, refuse_several_jobs, survey
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.shards import ShardImage, check_header, in_memory, runs_of
 from tierckpt.restore.verification import Candidates, RestoreContext, VerifiedVersion, find
 from tierckpt.storage.job_directory import job_directory
 from tierckpt.storage.notes import ForkMarks, KeptFiles, OriginFile, Place, is_kept
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
+
+if TYPE_CHECKING:
+    from tierckpt.offline.survey import Survey
 
 __all__ = [
     "OwnMarks",
@@ -157,6 +162,8 @@ class SourceReader:
         """What this process sees of another job, whose memory is where this job's is. With
         `{node}`, it sees the folders of all nodes that are here: those of the source may have other
         names than this job's. Raises MissingPathError if neither `path` nor `kept` is there."""
+        from tierckpt.offline.survey import MissingPathError, survey
+
         config = replace(self._config, job_id="")
         try:
             return survey([self.template(path), *kept], config)
@@ -168,6 +175,8 @@ class SourceReader:
     def look(self, wanted: Wanted, barrier: ErrorBarrier) -> SourceLook:
         """Take the inventory of another job's levels. Collective, inside `barrier`. Raises
         RestoreError if it is this job, or if no rank finds anything there."""
+        from tierckpt.offline.survey import MissingPathError, Survey, refuse_several_jobs
+
         path = wanted.path
         place = self.place(path)
         own = (self._config.directory, self._config.persistent.path)
@@ -617,6 +626,8 @@ class OwnMarks:
     def _places_of_marks(self, origin: Origin) -> list[str]:
         if self._held_at or not (self._is_first or self._group.rank == 0):
             return self._held_at
+        from tierckpt.offline.survey import MissingPathError
+
         try:
             here = self._reader.survey(origin.source)
         except MissingPathError:  # the source was deleted, with its marks

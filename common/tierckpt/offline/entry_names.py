@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tierckpt.errors import ConfigError
-from tierckpt.state.entry_names import FIXED
+from tierckpt.format.layout import FIXED
 
 PARTS = ("model", "buffer", "", "options", "extra", "extra_per_rank", "rng", "adapter", "metric")
 """The parts in order; the empty one is optimizer state."""

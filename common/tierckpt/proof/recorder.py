@@ -38,7 +38,9 @@ from .records import Writer
 
 if TYPE_CHECKING:
     from tierckpt.checkpointer.loop import CheckpointerCore
+    from tierckpt.checkpointer.start import DataWitness
     from tierckpt.events import Event
+    from tierckpt.hooks.unsaved_objects import Unsaved
     from tierckpt.restored import Restored
 
 __all__ = [
@@ -117,7 +119,9 @@ WAIT_SECONDS = 30.0
 class Recorder(Callbacks):
     """The recorder of one checkpointer, which carries out this process's order."""
 
-    def __init__(self, order: ProofOrder, checkpointer: CheckpointerCore) -> None:
+    def __init__(
+        self, order: ProofOrder, checkpointer: CheckpointerCore, unsaved: Unsaved, data: DataWitness
+    ) -> None:
         """Raises OSError if nothing can be recorded: the job has no other purpose."""
         self._order, self._checkpointer = order, checkpointer
         self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
@@ -134,8 +138,9 @@ class Recorder(Callbacks):
         self._writer.line("attached", **identity, path=path_of(place), place=place, memory=memory)
         self._unsaved: tuple[int, int] = (0, 0)
         self._witness: tuple[int, str] | None = None
-        if checkpointer._data_witness.mode == "error":
-            checkpointer._data_witness.mode = "warn"  # the steps after it show the effect
+        self._unsaved_objects, self._data = unsaved, data
+        if data.mode == "error":
+            data.mode = "warn"  # the steps after it show the effect
         watch_loaders()
         checkpointer._halt.ask(HaltRequest(after_version=order.until))
 
@@ -177,11 +182,11 @@ class Recorder(Callbacks):
         """Kill the process if this is the boundary. All ranks know the same safe version, so all
         are killed here or none."""
         self._writer.line("passes", version=version, passes=loaders_under_way())
-        unsaved = self._checkpointer._own_hooks.unsaved
+        unsaved = self._unsaved_objects
         if (seen := (len(unsaved.texts), unsaved.schedulers)) != self._unsaved:
             self._unsaved = seen
             self._writer.line("unsaved", texts=unsaved.texts, schedulers=unsaved.schedulers)
-        if (witness := self._checkpointer._data_witness.result) is not self._witness:
+        if (witness := self._data.result) is not self._witness:
             self._witness = witness
             self._writer.line("witness", result=witness)
         if not self._armed or version < (self._order.kill_at or 0):
@@ -201,7 +206,8 @@ class Recorder(Callbacks):
     def _leave_only_the_disk(self) -> None:
         """Wait until every rank has this boundary in its journal, and make the versions in memory
         unusable: the next start must make the journal's steps again."""
-        self._checkpointer._journal.drain(WAIT_SECONDS)
+        for drain in self._checkpointer._parts.drain:
+            drain(WAIT_SECONDS)
         here = f"{DRAINED}{Path(self._checkpointer.config.path).name}."
         (self._order.folder / f"{here}{self._rank}").touch()
         end = time.monotonic() + WAIT_SECONDS

@@ -6,279 +6,68 @@ and the result is read at the boundary after that. If ranks differ, all learn it
 ballot, and with their next votes they report which tensors differ, and on which ranks: the
 inquiry, which is pure.
 
-All ranks learn of a difference from the same ballot. Each adds its answer to its next vote: a row
-of numbers that all ranks read one boundary later. So a rank that comes late, or not at all, delays
-the others no more than its vote does. The next question follows from the answers, which are the
-same on all ranks. First come the facts, with digests of a few runs of units of the look; then
-digests of parts of the first runs that differ, until the parts are single units. If ranks have
-different tensors, the list of tensors is searched in the same way, and the first line that differs
-is reported.
+`Drift` has what follows for versions: a thread marks those that may be mixtures, wherever they are,
+so that a disk or store that hangs delays nothing. Retention always keeps one version that is known
+to be equal on all ranks: a difference is seen up to one round of looks late, and then all newer
+versions may be suspect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
+import shlex
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from tierckpt import _process
 from tierckpt._text import in_words
 from tierckpt.config import Config
-from tierckpt.coordination.ballots import OWN_WIDTH, Rows
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.ballots import Rows
+from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.versions import Reports
-from tierckpt.core.decisions import Vote
 from tierckpt.core.levels import INTERVALS
-from tierckpt.core.replica_check import (
-    BUCKETS,
-    BUCKETS_OPENED,
-    NONE,
-    Finding,
-    agree,
-    as_vote,
-    buckets_of,
-    find,
-    fold_runs,
-    unlike,
-)
+from tierckpt.core.parts import Boundary, Part, VoteField
+from tierckpt.core.retention import Spared
 from tierckpt.errors import ReplicaError
-from tierckpt.group import Group
+from tierckpt.format.ids import VersionId
+from tierckpt.group import Group, Node
 from tierckpt.state.training_state import TrainingState
+from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage.local import LocalStore
+from tierckpt.storage.marks import SuspectMarks
+from tierckpt.storage.persistent import PersistentStore
 
-from .drift import (
+from .replica_check import (
     ALIKE_AGAIN,
     GONE,
+    NONE,
     OFTEN_GONE,
     OTHER_DEVICES,
     SILENT,
     SPREAD,
     Consequences,
+    Finding,
+    Inquiry,
+    Outcome,
+    agree,
+    as_vote,
     drifted,
     never_alike,
     text_of_divergence,
 )
 from .replicated_state import Look, ReplicatedState
 
-__all__ = ["Facts", "Inquiry", "Outcome", "ReplicaMonitor", "Stage"]
+if TYPE_CHECKING:
+    import torch
 
+    from tierckpt.checkpointer.loop import TrainingJob
 
-TEXT_BYTES = 7
-"""Bytes of a line's text in each number of a row."""
-
-
-class Stage(IntEnum):
-    """The content of a row: its first number."""
-
-    NOTHING = 0
-    """A rank has no answer, because an interrupt came between its boundaries."""
-    FACTS = 1
-    UNITS = 2
-    LINES = 3
-    TEXT = 4
-
-
-class Facts(NamedTuple):
-    """The first answer of a rank."""
-
-    turn: int
-    version: int
-    place: int
-    """The rank's iteration at this boundary."""
-    slices: int
-    """Number of slices in the look."""
-    structure: int
-    """The structure at the time of the look."""
-    now: int
-    """The structure at this boundary; NONE if unknown."""
-    tensors: int
-    """Number of tensors at this boundary."""
-    stands: int
-    """1 if the state has the same tensors as at the look."""
-    fresh: int
-    """A digest of the same slices, hashed at this boundary; NONE if there is none."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of an inquiry; the same on all ranks."""
-
-    nothing: bool = False
-    """The looks cannot be compared: everything must be looked at again."""
-    turn: int | None = None
-    """The turn of the next look, if it must be set."""
-    apart: bool = False
-    """Ranks reached the boundary at different iterations."""
-    names: tuple[str, ...] = ()
-    """The first tensors that differ."""
-    odd: tuple[int, ...] | None = None
-    """The ranks in the minority; None without a majority."""
-    more: bool = False
-    """Other tensors may differ, too."""
-    gone: bool = False
-    """At the inquiry's boundary the slices of the look were equal."""
-    everything: bool = False
-    """The look covered all slices."""
-    structure: tuple[str, ...] = ()
-    """Each rank's line for the first tensor in which the lists differ."""
-
-
-class Inquiry:
-    """One rank's part. Training thread. Call `row`, then `receive`, until that returns an
-    outcome."""
-
-    def __init__(
-        self,
-        look: Look | None,
-        now: ReplicatedState | None,
-        stands: bool,
-        place: int,
-        fresh: int,
-        slices: int,
-    ) -> None:
-        """`look`: the one that differs, None if this rank has none. `now`: the state at this
-        boundary. `slices`: their total number. The other arguments are those of `Facts`."""
-        self._look, self._now, self._slices = look, now, slices
-        self._stage = Stage.FACTS
-        self._lists = False
-        """True if the list of tensors is searched, not the tensors."""
-        self._rounds = 0
-        self._gone = self._everything = self._more = False
-        self._values: Sequence[int] = look.digests if look is not None else ()
-        """The values that are searched for a difference."""
-        self._runs = buckets_of(len(self._values))
-        """The runs with a digest in the row."""
-        self._facts: Facts | None = None
-        if look is not None:
-            self._facts = Facts(
-                look.turn,
-                look.version,
-                place,
-                len(look.which),
-                look.replicated.structure,
-                NONE if now is None else now.structure,
-                0 if now is None else len(now.lines),
-                int(stands),
-                fresh,
-            )
-
-    def row(self) -> list[int]:
-        """This rank's answer: OWN_WIDTH numbers."""
-        if self._facts is None:
-            return [Stage.NOTHING] * OWN_WIDTH
-        if self._stage is Stage.TEXT:
-            answer = _packed(self._line())
-        else:
-            answer = fold_runs(self._values, self._runs)
-            if self._stage is Stage.FACTS:
-                answer = [*self._facts, *answer]
-        row = [int(self._stage), *answer]
-        return row + [0] * (OWN_WIDTH - len(row))
-
-    def receive(self, rows: Rows) -> Outcome | None:
-        """Take all ranks' answers; returns None if another round is needed."""
-        self._rounds += 1
-        if self._facts is None or any(not row or row[0] != self._stage for row in rows) or not rows:
-            return Outcome(nothing=True)
-        if self._stage is Stage.TEXT:
-            return self._outcome(structure=tuple(_unpacked(row[1:]) for row in rows))
-        digests = [row[1:] for row in rows]
-        if self._stage is Stage.FACTS:
-            size = len(Facts._fields)
-            outcome = self._judge([Facts(*row[:size]) for row in digests])
-            if outcome is not None or self._lists:
-                return outcome
-            digests = [row[size:] for row in digests]
-        return self._narrow([row[: len(self._runs)] for row in digests])
-
-    def _judge(self, facts: Sequence[Facts]) -> Outcome | None:
-        """Decide by the facts: an outcome, or a search of the tensors or of their list."""
-        if len({(each.turn, each.version, each.slices) for each in facts}) > 1:
-            turn = max(each.turn for each in facts) + 2 + self._rounds
-            return Outcome(nothing=True, turn=turn)  # an interrupt came between
-        if len({each.place for each in facts}) > 1:
-            return Outcome(apart=True)
-        if any(each.now == NONE for each in facts):
-            return Outcome(nothing=True)  # a rank does not know its tensors
-        if len({each.now for each in facts}) > 1:
-            assert self._now is not None
-            self._lists, self._stage, self._values = True, Stage.LINES, self._now.line_hashes
-            self._runs = buckets_of(max(each.tensors for each in facts))
-            return None
-        if len({each.structure for each in facts}) > 1 or not all(each.stands for each in facts):
-            return Outcome(nothing=True)  # the look came before all ranks noticed the change
-        fresh = {each.fresh for each in facts}
-        self._gone = len(fresh) == 1 and fresh != {NONE}
-        self._everything = facts[0].slices == self._slices
-        return None
-
-    def _narrow(self, rows: Sequence[Sequence[int]]) -> Outcome | None:
-        """Split the runs with different digests."""
-        differ = [self._runs[i] for i in unlike(rows)]
-        if not differ:  # the runs are equal in 62 bits, the digests made of them are not
-            return Outcome(nothing=True)
-        single = all(len(run) == 1 for run in self._runs)
-        if single and not self._lists:
-            return self._tensors(rows)
-        opened = differ[: 1 if self._lists else BUCKETS_OPENED]
-        self._more |= len(differ) > len(opened)
-        if single:
-            self._stage, self._runs = Stage.TEXT, opened
-            return None
-        if self._stage is Stage.FACTS:
-            self._stage = Stage.UNITS
-        self._runs = [part for run in opened for part in _parts(run, BUCKETS // len(opened))]
-        return None
-
-    def _tensors(self, rows: Sequence[Sequence[int]]) -> Outcome:
-        assert self._look is not None
-        names, units = self._look.replicated.names, self._look.units
-        columns: list[tuple[str, Sequence[Hashable]]] = [
-            (names[units[run.start].tensor], column)
-            for run, column in zip(self._runs, zip(*rows, strict=True), strict=True)
-        ]
-        found, odd = find(names, columns)
-        return self._outcome(names=found, odd=odd)
-
-    def _outcome(
-        self,
-        names: tuple[str, ...] = (),
-        odd: tuple[int, ...] | None = None,
-        structure: tuple[str, ...] = (),
-    ) -> Outcome:
-        return Outcome(
-            names=names,
-            odd=odd,
-            structure=structure,
-            more=self._more or bool(structure),
-            gone=self._gone,
-            everything=self._everything,
-        )
-
-    def _line(self) -> str:
-        """This rank's line at the position found."""
-        assert self._now is not None
-        at = self._runs[0].start
-        return self._now.lines[at] if at < len(self._now.lines) else "none here"
-
-
-def _parts(run: range, count: int) -> list[range]:
-    """Split a run into at most `count` parts."""
-    size = -(-len(run) // count)
-    return [run[at : at + size] for at in range(0, len(run), size)]
-
-
-def _packed(text: str) -> list[int]:
-    """As much of a line as a row holds."""
-    content = text.encode()[: (OWN_WIDTH - 1) * TEXT_BYTES]
-    parts = [content[at : at + TEXT_BYTES] for at in range(0, len(content), TEXT_BYTES)]
-    return [int.from_bytes(part.ljust(TEXT_BYTES, b"\0"), "little") for part in parts]
-
-
-def _unpacked(row: Sequence[int]) -> str:
-    content = b"".join(number.to_bytes(TEXT_BYTES, "little") for number in row)
-    return content.rstrip(b"\0").decode(errors="replace")
+__all__ = ["Drift", "ReplicaMonitor"]
 
 
 SILENT_ROUNDS, SILENT_MORE = 2, 4
@@ -300,12 +89,127 @@ SPREAD_AFTER = 2
 """Boundaries from a finding until the votes are about the look at the whole state."""
 
 
-class ReplicaMonitor:
-    """One rank's part. Training thread. Only `compare_last` waits for other ranks.
+MARKS_SECONDS = 10.0
+"""Time to wait for the marks when the job ends because of them."""
 
-    The caller must call `finish` before anything changes the state, and at each boundary `compare`,
-    `vote`, `row` and `begin`, in this order.
-    """
+
+class Drift:
+    """One rank's part. The constructor's arguments stay their owners'. Training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        node: Node,
+        job: JobDirectory,
+        history: JobHistory,
+        agreement: Agreement,
+        spared: Spared,
+        reports: Reports,
+    ) -> None:
+        self._config, self._group, self._job = config, group, job
+        self._is_first = node.first == group.rank
+        self._history, self._agreement, self._spared = history, agreement, spared
+        self._reports = reports
+        self._thread: threading.Thread | None = None
+
+    def alike(self, version: int) -> None:
+        """All ranks were equal at that version of this run."""
+        self._spared.alike(self._history.generation, version)
+
+    def found(self, finding: Finding) -> Consequences:
+        """Mark the versions that may be mixtures; returns the consequences in words."""
+        agreement, history = self._agreement, self._history
+        self._spared.drifted()
+        known = {id_ for ledger in agreement.ledgers.values() for id_ in ledger.open}
+        known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
+        clean = finding.clean if finding.clean is not None else history.began_at
+        self._begin(known, clean, finding.text())
+        marked = f"Versions after v{clean} are marked as suspect"
+        if finding.clean is None:
+            marked = "Versions taken before this was known are marked as suspect"
+        return Consequences(marked, self._way_back(), history.began_at > 0, history.nodes)
+
+    def _way_back(self) -> str:
+        where = self._config.directory
+        if (clean := self._spared.version) is not None:
+            how = (
+                f"with restore(version={clean.version}); or with "
+                'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
+            )
+            if self._config.on_drift == "stop":
+                how = 'and restore() takes it by itself, as on_drift is "stop"'
+            return (
+                f"v{clean.version} is the newest version on disk that is known to be equal on all "
+                f"ranks. Restart the job {how}"
+            )
+        return (
+            "no version on the nodes' disks is known to be equal on all ranks. To list other "
+            f"versions and their marks: tierckpt list {shlex.quote(where)}"
+        )
+
+    def _begin(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
+        run_id = self._history.name
+        suspects = {i for i in ids if self._history.is_own(i.generation) and i.version > clean}
+
+        def work() -> None:
+            try:
+                if self._is_first:
+                    self._mark_here(suspects, clean, text)
+                if self._group.rank == 0 and self._config.persistent.path:
+                    self._mark_there(clean, run_id, text)
+            except Exception as error:
+                why = f"suspect versions could not be marked: {error}"
+                self._reports.notice_later(why, logging.ERROR)
+
+        self._thread = threading.Thread(target=work, name="tierckpt-suspects", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the system's limit of threads is reached
+            self._thread.start()
+
+    def _mark_here(self, ids: set[VersionId], clean: int, text: str) -> None:
+        """Mark versions in this node's memory and on its disk, and those on the way there."""
+        in_memory = {manifest.id for _, manifest in self._job.sealed()}
+        on_disk = set[VersionId]()
+        if self._config.uses("local"):
+            keys = LocalStore(self._config.directory).keys()
+            on_disk = {key.id for key in keys}
+        every, is_own = in_memory | on_disk, self._history.is_own
+        seen = {i for i in every if is_own(i.generation) and i.version > clean}
+        for folder in (self._job.path, Path(self._config.directory)):
+            SuspectMarks(folder).add(ids | seen, text)
+
+    def _mark_there(self, clean: int, run_id: str, text: str) -> None:
+        """Mark versions on the persistent level. Later arrivals are marked by the agent that writes
+        them."""
+        persistent = self._config.persistent
+        with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
+            for name in store.versions():
+                of_us = self._history.is_own(name.id.generation) and name.run_id == run_id
+                if of_us and name.id.version > clean:
+                    store.mark_suspect(name, text.encode())
+
+    def wait(self, timeout_seconds: float = MARKS_SECONDS) -> None:
+        """Wait until the marks are written, or the time is over."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+
+class ReplicaMonitor(Part):
+    """One rank's part. Training thread. Only `compare_last` waits for other ranks."""
+
+    votes = VoteField("check", NONE), VoteField("check_complement", NONE)
+    """The digest of the slice hashed at the previous boundary, see `replica_check.as_vote`."""
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self | None:
+        """Of every job of several ranks."""
+        if job.group.size == 1:
+            return None
+        config, group, reports = job.config, job.group, job.reports
+        levels = job.history, job.agreement, job.levels.promotion.spared
+        drift = Drift(config, group, job.node, job.resources.job, *levels, reports)
+        submit = job.active.submit
+        return cls(config, group, job.state, reports, submit, job.live.keep_apart, drift)
 
     def __init__(
         self,
@@ -315,13 +219,11 @@ class ReplicaMonitor:
         reports: Reports,
         submit: Callable[[Look], None],
         find_apart: Callable[[], None],
-        on_alike: Callable[[int], None],
-        on_finding: Callable[[Finding], Consequences],
+        drift: Drift,
     ) -> None:
         """`submit` makes another thread run a look. `find_apart` checks whether some state that
-        counts as shared has become each rank's own, and then calls `forget`. `on_alike` receives
-        the newest version that is known to be equal everywhere. `on_finding` receives a difference
-        and returns its consequences for versions."""
+        counts as shared has become each rank's own, and then calls `shared_changed`. `drift` learns
+        the newest version that is known to be equal everywhere, and of differences."""
         used = any(config.uses(level) for level in INTERVALS)
         self.active = config.replica_check_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
@@ -332,11 +234,11 @@ class ReplicaMonitor:
         self._stop = config.on_drift == "stop"
         self._group, self._state, self._reports = group, state, reports
         self._find_apart = find_apart
-        self._submit, self._on_alike, self._on_finding = submit, on_alike, on_finding
+        self._submit, self._drift = submit, drift
         self._complained, self._process = False, os.getpid()
-        self.restart()
+        self.forget()
 
-    def restart(self) -> None:
+    def forget(self) -> None:
         """A run begins, or the state was replaced: forget all observations."""
         self._replicated: ReplicatedState | None = None
         self._structure = NONE
@@ -376,8 +278,8 @@ class ReplicaMonitor:
         there is none."""
         self.finding = self.error = None
 
-    def forget(self) -> None:
-        """The set of shared tensors has changed, on all ranks."""
+    def shared_changed(self) -> None:
+        """Look the tensors up again."""
         self._replicated = None
 
     @property
@@ -390,9 +292,8 @@ class ReplicaMonitor:
             return True
         return self._inquiry is not None and self._clean is None
 
-    @property
     def suspicion(self) -> str:
-        """The suspicion to record with versions taken now; empty if there is none."""
+        """That replicas differ."""
         return "" if self.finding is None else self.finding.text()
 
     @property
@@ -400,19 +301,29 @@ class ReplicaMonitor:
         """True if a few boundaries will show whether replicas differ, or how."""
         return self._inquiry is not None or self._unsure > 0
 
-    def raise_error(self) -> None:
-        """With `on_drift="stop"`, raise ReplicaError at the end of the boundary, on all ranks at
-        once."""
+    def failure(self) -> ReplicaError | None:
+        """With `on_drift="stop"`, that replicas differ."""
         error, self.error = self.error, None
-        if error is not None:
-            raise error
+        return error
+
+    def boundary_ends(self, at: Boundary) -> None:
+        """Raise the error, on all ranks at once."""
+        if self.error is not None:
+            self._drift.wait()
+            raise_error, self.error = self.error, None
+            raise raise_error
+
+    def end(self, remove: bool) -> None:
+        """Free the references to the state."""
+        self.forget()
+        self._drift.wait()
 
     # --- the look ------------------------------------------------------------------------------
 
-    def begin(self, version: int, early: bool) -> None:
-        """The result of `vote` was cast, and nothing came between: start the look at `version`. Its
-        state does not change until `finish`. `early`: a copier may hash from now on, as after
-        `wake`."""
+    def voted(self, at: Boundary) -> None:
+        """Start the look at this boundary. A copier may hash from now on if layers are copied
+        `early`, else when one is released."""
+        version = at.id.version
         self._voted, self._voted_all = self._to_vote, self._look_all
         if not self.active:
             return
@@ -443,7 +354,7 @@ class ReplicaMonitor:
             self._at_once_from = version if self._at_once_from is None else self._at_once_from
         look.begin = self._submit
         self._look = look
-        if early:
+        if at.early:
             look.wake()
 
     def _must_look_up(self, turn: int) -> bool:
@@ -469,26 +380,32 @@ class ReplicaMonitor:
         text = f"replicas were not compared: {in_words(error)}"
         self._reports.notice(text, severity)
 
-    def wake(self) -> None:
-        """Layers are being reduced: a copier may hash at the same time."""
+    def released(
+        self,
+        params: Sequence[torch.Tensor],
+        version: int,
+        reduction: Any,
+        launched_seconds: float | None,
+    ) -> None:
+        """A copier may hash at the same time."""
         if self._look is not None:
             self._look.wake()
 
-    def finish(self) -> None:
-        """Return when the state may change."""
+    def settle(self) -> None:
+        """Hash the rest of the look."""
         look = self._look
         if look is not None and not look.over and os.getpid() == self._process:
             look.finish()  # a forked process has no copier
 
-    def vote(self, place: int) -> tuple[int, int, int, int]:
-        """The vote on the look at the boundary before. Call it before `begin` makes the next look.
-        `place` is this rank's iteration: if some ranks skipped a step, ranks come to the same
-        boundary at different iterations."""
+    def vote(self, at: Boundary) -> Sequence[int]:
+        """The digest of the look at the boundary before. If some ranks skipped a step, ranks come
+        to the same boundary at different iterations."""
+        at.row = self._inquiry_row()
         look, self._look = self._look, None
-        self._place = place
+        self._place = at.place
         if look is None:
             self._to_vote = None
-            return NONE, NONE, place, ~place
+            return NONE, NONE
         digest = NONE
         try:
             look.finish()  # if no step came between
@@ -496,30 +413,37 @@ class ReplicaMonitor:
         except Exception as error:
             self._report_failure(error)
         self._to_vote = look if digest != NONE else None
-        return (*as_vote(digest), place, ~place)
+        return as_vote(digest)
 
-    def row(self) -> list[int]:
+    def _inquiry_row(self) -> list[int]:
         """The row to send with that vote; empty, on all ranks, if no inquiry is in progress."""
         return [] if self._inquiry is None else self._inquiry.row()
 
     # --- results -------------------------------------------------------------------------------
 
-    def compare(self, agreed: Vote, rows: Rows, place: int) -> None:
-        """Take the ranks' digests of the boundary before the last one, and their rows. `place`: as
-        in `vote`, for this boundary.
+    def read(self, at: Boundary, least: Sequence[int]) -> None:
+        """Compare the ranks' digests of the boundary before the last one, and take their rows; then
+        refuse a version if there is a difference.
 
         Whether an inquiry starts, or ends, follows from the ballots alone. So it is the same on all
         ranks, also on a rank without a look, after an interrupt between its boundaries.
         """
+        self._compare(at, *least)
+        if self.refusing:
+            at.sound, at.postponed = False, self.asking
+            details = self.suspicion() or "the details are known in a few steps"
+            at.why = f"replicas differ: {details}"
+
+    def _compare(self, at: Boundary, check: int, check_complement: int) -> None:
         look, self._voted = self._voted, None
-        self._place = place
+        self._place = at.place
         if not (self.active or self._inquiry or self.finding or self._unsure):
             return  # on all ranks: no digest was in the votes
         if self._inquiry is not None:
-            self._receive(rows)
+            self._receive(at.rows)
         spread = self._spread_in == 1
         self._spread_in = max(self._spread_in - 1, 0)
-        alike = agree(agreed.check, agreed.check_complement)
+        agreed, alike = at.agreed, agree(check, check_complement)
         if (apart := agreed.apart) or self._unsure or self._seen_apart:
             self._see_places(apart)
         self._count_silent(alike is None)
@@ -556,12 +480,15 @@ class ReplicaMonitor:
         if self._silent == SILENT_ROUNDS * self._slices + SILENT_MORE:
             self._say(SILENT.format(boundaries=self._silent), logging.WARNING)
 
-    def last_digest(self, version: int) -> int:
-        """The digest of the whole state, at the end, while it does not change; NONE if there is
-        none."""
+    def drifted(self) -> Sequence[int] | None:
+        """The ranks in the minority, while replicas differ."""
+        return None if self.finding is None else (self.finding.odd or ())
+
+    def last_digest(self, version: int | None) -> int:
+        """The digest of the whole state; NONE if there is none."""
         self._last = None
         try:
-            if self.active:
+            if self.active and version is not None:
                 self._look_up()
                 assert self._replicated is not None
                 self._last = Look(self._replicated, range(self._slices), self._turn, version)
@@ -571,8 +498,8 @@ class ReplicaMonitor:
             self._report_failure(error)
         return NONE
 
-    def compare_last(self, digests: list[int]) -> None:
-        """Compare the results of `last_digest` of all ranks. Collective if they differ."""
+    def compare_last(self, digests: Sequence[int]) -> None:
+        """Collective if they differ."""
         look = self._last
         if look is None or NONE in digests:
             return
@@ -584,7 +511,7 @@ class ReplicaMonitor:
             self._place = 0  # all are at the end
             self._start_inquiry(look)
         while self.asking:
-            self._receive(self._group.all_gather_object(self.row()))
+            self._receive(self._group.all_gather_object(self._inquiry_row()))
 
     def _mark(self, look: Look, version: int) -> None:
         for number in look.which:
@@ -599,12 +526,12 @@ class ReplicaMonitor:
         if self.finding is not None:
             self._say(ALIKE_AGAIN.format(version=self._clean), logging.WARNING)
             self.finding = None
-        self._on_alike(self._clean)
+        self._drift.alike(self._clean)
 
     def _start_inquiry(self, look: Look | None) -> None:
         """Start to find the tensors that differ; all ranks do."""
         stands, fresh = False, NONE
-        self.finish()  # if no step came between
+        self.settle()  # if no step came between
         try:
             self._find_apart()
             stands = (
@@ -662,7 +589,7 @@ class ReplicaMonitor:
 
     def _found(self, outcome: Outcome, version: int) -> None:
         found = self._finding(outcome, version)
-        consequences = self._on_finding(found)
+        consequences = self._drift.found(found)
         self._next_all, self._inquiry = True, None
         severity = logging.ERROR
         if outcome.gone:
@@ -680,19 +607,12 @@ class ReplicaMonitor:
             self._stop_for(found, text)
         self._emit(version, text, severity)
 
-    def diverge(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
-        """This rank found that other ranks do not come to the boundary of `version`.
-
-        Args:
-            version: the number of the version.
-            together: the newest version at whose boundary all were in the same iteration.
-            at: this rank's position, in words.
-            missing: the ranks that did not come, if known.
-        """
+    def diverged(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
+        """Report it as a difference."""
         clean = self._clean if self.active else together
         self.finding = Finding((), None, self._group.size, version, clean, apart=True)
         self._inquiry = None
-        text = text_of_divergence(self.finding, self._on_finding(self.finding), at, missing)
+        text = text_of_divergence(self.finding, self._drift.found(self.finding), at, missing)
         self._stop_for(self.finding, text)
         self._emit(version, text, logging.ERROR)
 

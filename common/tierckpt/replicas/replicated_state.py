@@ -24,11 +24,12 @@ import torch
 import xxhash
 
 from tierckpt._text import in_words
-from tierckpt.core.replica_check import NONE, UNIT_BYTES, Unit, cut, fold, stride_of
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.format.layout import REPLICATED, TensorSpec
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, Walk, value_of
+
+from .replica_check import NONE, UNIT_BYTES, Unit, cut, fold, stride_of
 
 __all__ = [
     "GPU_PART_ELEMENTS",

@@ -9,12 +9,18 @@ rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Self
 
 from tierckpt._text import some
-from tierckpt.format.manifest import DIGEST_BYTES, Manifest
+from tierckpt.core.parts import Boundary, Part, VoteField
+from tierckpt.format.manifest import DIGEST_BYTES
 from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state.training_state import TrainingState, optimizer_class
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.loop import TrainingJob
+    from tierckpt.snapshot.snapshot import Snapshot
 
 IN_A_ROW = 3
 """This many versions in a row that equal the one before cause a warning."""
@@ -31,8 +37,15 @@ WHY = (
 WHY_ZERO = "Its learning rate is 0"
 
 
-class Unchanged:
+class Unchanged(Part):
     """One rank's part. Training thread."""
+
+    votes = (VoteField("unchanged"),)
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
+        return cls(job.state, job.reports.notice_of_all)
 
     def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
         """`say` takes text and severity."""
@@ -49,8 +62,10 @@ class Unchanged:
         self._first = self._newest = 0
         self._said = False
 
-    def sealed(self, plan: CopyPlan, manifest: Manifest) -> None:
-        """A version is complete on this rank."""
+    def sealed(self, snapshot: Snapshot) -> None:
+        """Compare it with the version before."""
+        plan, manifest = snapshot.plan, snapshot.manifest
+        assert manifest is not None
         same_plan = self._last is not None and self._last[0] is plan
         if not same_plan:
             self._runs = _runs(plan.striped_blocks)
@@ -65,10 +80,15 @@ class Unchanged:
         if not striped:
             self.count = NO_STRIPE
 
-    def compare(self, least: int) -> None:
+    def vote(self, at: Boundary) -> Sequence[int]:
+        """The number of this rank's newest versions that equal the one before."""
+        return (self.count,)
+
+    def read(self, at: Boundary, least: Sequence[int]) -> None:
         """Take the smallest count of all ranks."""
-        if not IN_A_ROW <= least < NO_STRIPE:
-            self._said &= least >= NO_STRIPE
+        (count,) = least
+        if not IN_A_ROW <= count < NO_STRIPE:
+            self._said &= count >= NO_STRIPE
             return
         if self._said:
             return

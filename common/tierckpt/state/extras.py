@@ -35,6 +35,7 @@ __all__ = [
     "HeldGenerators",
     "PlainValues",
     "check_extra",
+    "first_values",
     "generator_state",
     "is_generator",
     "is_place",
@@ -234,7 +235,7 @@ _ENDS = (
 )
 _LIBRARIES = ("torch.", "numpy.", "tierckpt.", "ddp_ckpt.", "horovod_ckpt.")
 """Their functions draw from given generators, or from those of the process."""
-_OURS = ("ResumableLoader", "ResumableCombinedLoader", "CheckpointerParts")
+_OURS = ("ResumableLoader", "ResumableCombinedLoader", "CheckpointerCore")
 """Classes of ours that refer to everything in a job."""
 _CONTAINERS: dict[Any, Any] = {
     dict: dict.items,
@@ -412,3 +413,11 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)
+
+
+SHOWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def first_values(tensor: torch.Tensor) -> list[Any]:
+    """A few values, to compare; none of a type that Python has no numbers for."""
+    return tensor.detach().flatten()[:4].tolist() if tensor.dtype in SHOWN else []

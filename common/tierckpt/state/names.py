@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .entry_names import FIXED, parameter_of, path_of
+from tierckpt.format.layout import FIXED, parameter_of, path_of
 
 
 def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:

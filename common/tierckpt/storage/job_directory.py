@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt._process import boot_id
 from tierckpt.config import Config
@@ -44,6 +45,9 @@ from tierckpt.storage import answers, durable, file_lock
 from tierckpt.storage.durable import plain
 
 from .slots import LINK_SUFFIX, read_seal, remove_link, remove_segment, seal_of
+
+if TYPE_CHECKING:
+    from tierckpt.group import Node
 
 __all__ = ["dead_seconds", "forget_dead"]
 
@@ -118,6 +122,17 @@ def job_id_of(path: str | os.PathLike[str]) -> str:
 def is_default_id(job: str) -> bool:
     """True if the id looks like a result of `job_id_of`: then the user has set no job_id."""
     return re.fullmatch(r"[A-Za-z0-9_.]{1,40}-[0-9a-f]{12}", job) is not None
+
+
+def watched_directories(config: Config, rank: int, node: Node) -> list[str]:
+    """Directories in which this rank looks for halt requests: for a node's first rank `path`, which
+    may be local to the node; for rank 0 the persistent level's directory, which an operator reaches
+    from anywhere."""
+    found = [config.directory] if node.first == rank else []
+    shared = config.persistent.path
+    if rank == 0 and shared and "://" not in shared:
+        found.append(shared)
+    return found
 
 
 @dataclass(frozen=True)

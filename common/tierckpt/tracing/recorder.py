@@ -39,20 +39,23 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tierckpt._appender import Appender
 from tierckpt._text import in_words
+from tierckpt.core.parts import Boundary, Part
 
 if TYPE_CHECKING:
     import torch
 
+    from tierckpt.checkpointer.loop import TrainingJob
     from tierckpt.config import Config
     from tierckpt.events import Event, EventLog
     from tierckpt.snapshot.copy_plan import CopyPlan
+    from tierckpt.snapshot.snapshot import Snapshot
 
 ROW_NAMES = ("training", "copier", "launches", "allreduce", "agent")
 TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))
@@ -63,7 +66,7 @@ END_SECONDS = 1.0
 """Time that the last boundary waits for reductions that have ended and are not recorded yet."""
 
 
-class Trace:
+class Trace(Part):
     """One rank's recorder; see the module's text.
 
     Any thread may call `copied`, `span` and `released`, which only append to a queue; all other
@@ -102,6 +105,7 @@ class Trace:
         self._reducing: set[torch.futures.Future[Any]] = set()
         """Reductions with an end that is not recorded yet."""
         self._update_begin: float | None = None
+        self._hooks: list[Any] = []
         self._epoch_us = time.time_ns() / 1e3 - 1e6 * time.perf_counter()
         self._file: Appender | None = Appender(_open(path), by_child)
         self._begin()
@@ -144,16 +148,18 @@ class Trace:
 
     def released(
         self,
-        params: Iterable[torch.Tensor],
+        params: Sequence[torch.Tensor],
         version: int,
         reduction: torch.futures.Future[Any] | None = None,
         launched_seconds: float | None = None,
     ) -> None:
-        """Record the launch of the reduction of these parameters' gradients (default: now).
+        """Record the launch of a reduction (default: now).
 
         A `reduction` reports its end. On a GPU it is done as soon as it is enqueued, so its end
         means nothing and is not recorded.
         """
+        if self._file is None:
+            return
         begin, held = launched_seconds or time.perf_counter(), list(params)
 
         def line(kind: str, row: int, end_seconds: float | None) -> str:
@@ -178,11 +184,22 @@ class Trace:
 
     # --- training thread -----------------------------------------------------------------------
 
-    def boundary(self, version: int, begin_seconds: float) -> Trace | None:
-        """A boundary is over: write the queue. Returns None when all requested steps are
-        recorded."""
+    def attached(self, job: TrainingJob) -> None:
+        """Watch the optimizers, after the hooks that wait for the copy: that is no update."""
+        steppers = job.state.steppers
+        self._hooks = self.watch({name: each[0] for name, each in steppers.items() if each})
+
+    def taken(self, snapshot: Snapshot) -> None:
+        """Record the copy."""
+        if self._file is not None:
+            snapshot.trace = self
+
+    def boundary_ends(self, at: Boundary) -> None:
+        """Write the queue; close the file when all requested steps are recorded."""
+        if self._file is None:
+            return
         begin = time.perf_counter()
-        self.span("boundary", begin_seconds, begin, version=version)
+        self.span("boundary", at.begin_seconds, begin, version=at.id.version)
         self._left -= 1
         if self._left <= 0:
             self._await_ends()
@@ -190,7 +207,6 @@ class Trace:
         self.span("trace", begin, time.perf_counter())
         if self._left <= 0:
             self.close()
-        return None if self._file is None else self
 
     def _await_ends(self) -> None:
         """Wait for the callbacks of reductions that have ended: a waiter may continue before the
@@ -208,7 +224,7 @@ class Trace:
             handles.append(optimizer.register_step_post_hook(self._after_update(name)))
         return handles
 
-    def know(self, names: Mapping[str, Sequence[str]]) -> None:
+    def name_reductions(self, names: Mapping[str, Sequence[str]]) -> None:
         """Record the names of the reductions in a library's own timeline.
 
         `names`: for each name the parameters with gradients under it. Mostly one; several if
@@ -243,8 +259,15 @@ class Trace:
                 self.span(kind, begin, end, AGENT, version=event.version, bytes=event.nbytes)
                 begin = end
 
+    def left(self, abandoned: bool) -> None:
+        """Close the file, after the agent's last report."""
+        self.close()
+
     def close(self) -> None:
         """Write the queue and close the file; later records are dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._flush()
         file, self._file = self._file, None
         if file is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.parts import journal_of
 from tests.support.training import Attached, Place, attach, make_job, rank, train
 from tierckpt.journal import copies as small_state_link
 from tierckpt.journal.segments import FOLDER, names_in
@@ -69,7 +70,7 @@ def come_back(place: Place, swapped: bool) -> tuple[int, int, str, list[Any]]:
     found = restored.version, restored.replayed, job.digest(), attached.said("going back to")
     train(job, attached.ckpt, range(STEPS, STEPS + 2))
     assert attached.ckpt.wait()
-    journal: Any = attached.ckpt._journal
+    journal: Any = journal_of(attached.ckpt)
     copies = [n for n in names_in(journal.folder) if n.keeper == rank() and n.writer > 1]
     assert copies, "of the new run, too"
     attached.ckpt.close()
@@ -110,7 +111,7 @@ def silent(place: Place) -> tuple[list[str], int, bool]:
     job, attached = of_two_nodes(place)
     train(job, attached.ckpt, range(EARLIER))
     assert attached.ckpt.wait()
-    journal: Any = attached.ckpt._journal
+    journal: Any = journal_of(attached.ckpt)
     if rank() == 0:
         journal._copies._sender.send = lambda *_: None
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +145,7 @@ def visited(place: Place) -> tuple[list[str], bool]:
     """Strangers are at the ports before the wards: they say nothing, begin a message, or send
     anything. Returns warnings, and whether all records were copied in time."""
     job, attached = of_two_nodes(place)
-    journal: Any = attached.ckpt._journal
+    journal: Any = journal_of(attached.ckpt)
     train(job, attached.ckpt, range(1))
     with contextlib.ExitStack() as stack:
         if rank() == 0:

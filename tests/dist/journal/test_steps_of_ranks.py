@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.parts import journal_of
 from tests.support.training import Events, Job, Place, attach, make_job, rank, train
 
 STEPS = 5
@@ -99,7 +100,7 @@ def full_disk_of_rank_1(place: Place) -> list[str]:
     attached = attach(job, place, extra={"talking": Talking()}, **SETTINGS)
     train(job, attached.ckpt, range(2))
     if rank() == 1:
-        journal: Any = attached.ckpt._journal
+        journal: Any = journal_of(attached.ckpt)
 
         def full(_: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

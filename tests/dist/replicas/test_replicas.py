@@ -18,13 +18,13 @@ import ddp_ckpt
 import tierckpt
 from tests.dist.state.test_state_matrix import ALIKE, NOT_BY_DDP, RANKS, RanksBench, says
 from tests.support import exact
+from tests.support.parts import monitor_of
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.state_matrix.matrix import CASES, PRODUCT
 from tests.support.thorough import everything
 from tests.support.training import Net, Place, import_adapter, make_horovod_job
-from tierckpt.core import replica_check
-from tierckpt.core.replica_check import Finding
-from tierckpt.replicas import replicated_state
+from tierckpt.replicas import replica_check, replicated_state
+from tierckpt.replicas.replica_check import Finding
 
 ROUND = 5
 BEHIND = 3
@@ -63,10 +63,9 @@ class Trial:
         )
         self.rank, self.iteration = dist.get_rank(), 0
         self.found: list[Finding] = []
-        on_finding = self.ckpt._replicas._on_finding
-        self.ckpt._replicas._on_finding = lambda each: (self.found.append(each), on_finding(each))[
-            1
-        ]
+        drift = monitor_of(self.ckpt)._drift
+        found = drift.found
+        drift.found = lambda each: (self.found.append(each), found(each))[1]
 
     def iterate(self, damage: Any = None, before_step: Any = None) -> None:
         self.optimizer.zero_grad()
@@ -128,7 +127,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
         trial.iterate()
     trial.keep()
     for _ in range(trials):
-        assert trial.ckpt._replicas.finding is None
+        assert monitor_of(trial.ckpt).finding is None
         kind, victim = draw.choice(KINDS), draw.randrange(dist.get_world_size())
         names = [n for n, _ in trial.model.module.named_parameters()]
         name, bit = draw.choice(names), draw.randrange(31)
@@ -170,7 +169,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             told["healed"] += 1
         trial.mend()
         for _ in range(2 * ROUND + BEHIND):
-            if trial.ckpt._replicas.finding is None and not trial.ckpt._replicas.asking:
+            if monitor_of(trial.ckpt).finding is None and not monitor_of(trial.ckpt).asking:
                 break
             trial.iterate()
         trial.mend()
@@ -365,7 +364,7 @@ def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
         job.prepare(iteration)
         job.iterate()
         ckpt.step()
-    clean, version = ckpt._replicas._clean, ckpt.version
+    clean, version = monitor_of(ckpt)._clean, ckpt.version
     ckpt.abandon()
     loud = [e for e in events if e.severity >= logging.WARNING and e.name != "skipped"]
     # After a hundred steps towards zero some case has come to where nothing changes any more.
@@ -390,18 +389,18 @@ def swapped(place: Place) -> tuple[list[str], int | None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicated_state, "INLINE_BYTES", 0)
         trial = Trial(place, "adamw", release="forward", memory_every_steps=2)
-        trial.ckpt._replicas._submit = lambda look: None  # the copier comes late
+        monitor_of(trial.ckpt)._submit = lambda look: None  # the copier comes late
         for _ in range(2 * ROUND + BEHIND):
             trial.iterate()
             trial.ckpt.wait()
             trial.keep()
             for param in trial.model.parameters():
                 param.data.fill_(trial.rank)
-            look = trial.ckpt._replicas._look
+            look = monitor_of(trial.ckpt)._look
             if look is not None:
                 look.run()  # here it is
             trial.mend()
-        clean = trial.ckpt._replicas._clean
+        clean = monitor_of(trial.ckpt)._clean
         trial.ckpt.close()
     return [event.message for event in trial.drifts()], clean
 

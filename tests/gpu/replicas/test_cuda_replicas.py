@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.core.replica_check import NONE
+from tierckpt.replicas.replica_check import NONE
 from tierckpt.replicas.replicated_state import (
     GPU_PART_ELEMENTS,
     Look,

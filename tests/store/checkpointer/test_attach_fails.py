@@ -36,7 +36,7 @@ POINTS = {
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
     "the barrier": (iterations, "GlobalStepHook"),
     "the trace": ("tierckpt.tracing.recorder", "open_trace"),
-    "signals": (loop, "HaltController"),
+    "signals": (checkpointer.HaltController, "of"),
     "the proof": (checkpointer, "order_here"),
     "the adapter": (PlainAdapter, "attached"),
 }

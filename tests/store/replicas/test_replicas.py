@@ -22,6 +22,7 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
+from tests.support.parts import monitor_of
 from tierckpt.cli.exchange import export_version
 from tierckpt.cli.versions import list_versions
 from tierckpt.offline.stored_version import open_version
@@ -455,7 +456,7 @@ def test_looks_end_before_an_optimizers_own_method_changes_weights(ranks: Ranks)
             for _ in range(4 * ROUND):
                 rank.optimizer.train()  # type: ignore[attr-defined]
                 rank.train(1, then=rank.optimizer.eval)  # type: ignore[attr-defined]
-            clean = rank.ckpt._replicas._clean
+            clean = monitor_of(rank.ckpt)._clean
             rank.flip()
             for _ in range(3 * ROUND):
                 rank.optimizer.train()  # type: ignore[attr-defined]
@@ -685,7 +686,7 @@ def test_weights_written_without_a_version_counter_are_no_drift(
         for _ in range(8 * ROUND):
             rank.train(1)
             if rank.rank == 0:
-                rank.ckpt._replicas.finish()  # a fast copier
+                monitor_of(rank.ckpt).settle()  # a fast copier
             for param in rank.net.parameters():
                 param.data.mul_(0.99)
         rank.ckpt.close()

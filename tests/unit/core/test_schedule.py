@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tierckpt.config import Config, load_config
 from tierckpt.core.decisions import VOTE_WIDTH, Decision, LevelVote, Schedule, Vote
 from tierckpt.core.levels import BROKEN, DONE, LOCAL, MEMORY, PENDING, REMEMBERED, Ledger, Level
-from tierckpt.format.ids import VersionId
+from tierckpt.format import VersionId
 
 
 def configured(**arguments: Any) -> Config:
@@ -81,7 +81,7 @@ def test_the_minimum_holds_on_all_ranks(cast: list[Vote]) -> None:
 
 def test_a_vote_has_only_the_numbers_that_a_level_needs() -> None:
     """Every rank's training thread packs a vote at every boundary."""
-    assert VOTE_WIDTH == 28
+    assert VOTE_WIDTH == 22
 
 
 # --- the schedule --------------------------------------------------------------------------------

@@ -6,14 +6,25 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.parts import boundary_at
 from tierckpt.events import RECORDS, Event, EventLog
+from tierckpt.format import VersionId
 from tierckpt.goodput.heartbeat import Heartbeat
+from tierckpt.restored import Restored
 
 Line = dict[str, Any]
+JOB: Any = SimpleNamespace(history=SimpleNamespace(job="job"))
+
+
+def restored(version: int) -> Restored:
+    result = Restored(version)
+    result.version = version
+    return result
 
 
 class Rank:
@@ -26,7 +37,7 @@ class Rank:
         self.beat = Heartbeat(self.log, period_seconds, 2, time.monotonic())
 
     def boundary(self, version: int) -> None:
-        self.beat.boundary(version, time.perf_counter(), "run")
+        self.beat.boundary_ends(boundary_at(version))
 
     def lines(self, name: str = "progress") -> list[Line]:
         lines = map(json.loads, self.path.read_text().splitlines())
@@ -35,10 +46,10 @@ class Rank:
 
 def test_the_first_boundary_after_each_start_is_recorded(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=1e6)
-    rank.beat.attached("job")
+    rank.beat.attached(JOB)
     for version in (1, 2, 3):
         rank.boundary(version)
-    rank.beat.resumed(2)
+    rank.beat.goes_on_from(restored(2), VersionId(1, 2), 2)
     for version in (3, 4):
         rank.boundary(version)
     assert [line["version"] for line in rank.lines()] == [1, 3]
@@ -62,13 +73,13 @@ def test_a_period_of_zero_records_every_boundary(tmp_path: Path) -> None:
 def test_stalls_are_sums_since_the_last_restore(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=0)
     long_ago = time.perf_counter() - 10
-    rank.beat.boundary(1, long_ago, "run")
-    rank.beat.barrier(long_ago)
-    rank.beat.boundary(2, long_ago, "run")
-    with rank.beat.saving():
-        rank.beat.boundary(3, long_ago, "run")
+    rank.beat.boundary_ends(boundary_at(1, long_ago))
+    rank.beat.changes(long_ago)
+    rank.beat.boundary_ends(boundary_at(2, long_ago))
+    with rank.beat.saving(trained=True):
+        rank.beat.boundary_ends(boundary_at(3, long_ago))
     rank.boundary(4)
-    rank.beat.resumed(4)
+    rank.beat.goes_on_from(restored(4), VersionId(1, 4), 2)
     rank.boundary(5)
     rounded = [
         [round(line["seconds"][name], -1) for name in ("boundary", "barrier", "save")]
@@ -82,7 +93,7 @@ def test_an_end_without_close_leaves_the_last_state(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=1e6)
     rank.boundary(1)
     rank.boundary(2)
-    rank.beat.ended()
+    rank.beat.left(abandoned=True)
     _, last = rank.lines()
     assert (last["version"], last["facts"]["ended"]) == (2, True)
     assert last["facts"]["since_boundary"] >= 0
@@ -122,7 +133,7 @@ def test_moments_of_a_restart(
 
 def test_records_are_in_the_file_alone(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=0)
-    rank.beat.attached("job")
+    rank.beat.attached(JOB)
     rank.boundary(1)
     assert (rank.events, rank.log.counts) == ([], {})
     assert all(rank.lines(name) for name in RECORDS)
@@ -132,9 +143,9 @@ def test_records_are_in_the_file_alone(tmp_path: Path) -> None:
 def test_nothing_is_written_without_a_folder() -> None:
     log = EventLog(0)
     beat = Heartbeat(log, 0, 1, time.monotonic())
-    beat.attached("job")
-    beat.boundary(1, time.perf_counter(), "run")
-    beat.resumed(1)
-    beat.boundary(2, time.perf_counter(), "run")
-    beat.ended()
+    beat.attached(JOB)
+    beat.boundary_ends(boundary_at(1))
+    beat.goes_on_from(restored(1), VersionId(1, 1), 2)
+    beat.boundary_ends(boundary_at(2))
+    beat.left(abandoned=True)
     log.close()

@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 
 from tierckpt.cli.main import main
 from tierckpt.config import Config, load_config, parse_signals
-from tierckpt.core.decisions import HaltRequest, Reason, Vote
+from tierckpt.core.decisions import NO_HALT, HaltRequest, HaltVote, Reason
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import controller as halting
 from tierckpt.halt import request_file
-from tierckpt.halt.controller import HaltController, RequestWatcher, watched_directories
+from tierckpt.halt.controller import HaltController, RequestWatcher
 from tierckpt.halt.signals import Signals
+from tierckpt.storage.job_directory import watched_directories
 
 NOON = 1_800_000_000.0
 """Unix seconds."""
@@ -585,12 +586,11 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
         rank.halting.close()
 
 
-def boundary(ranks: list[Rank], version: int, agreed: Vote) -> tuple[list[bool], Vote]:
+def boundary(ranks: list[Rank], version: int, agreed: HaltVote) -> tuple[list[bool], HaltVote]:
     """One boundary of all ranks, in the checkpointer's order; and their agreement."""
     ends = [rank.halting.receive(agreed) for rank in ranks]
-    cast = [rank.halting.vote(version) for rank in ranks]
-    votes = [Vote(halt=each.reason, unattended=int(each.silent)).pack() for each in cast]
-    return ends, Vote.unpack([min(column) for column in zip(*votes, strict=True)])
+    cast = [rank.halting.wish(version) for rank in ranks]
+    return ends, HaltVote(*map(min, zip(*cast, strict=True)))
 
 
 def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path) -> None:
@@ -600,14 +600,14 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
     request_file.write(places[1], HaltRequest(after_version=4))
     ranks = [make_rank(place) for place in places]
     until(lambda: ranks[1].halting._watcher.requests)
-    agreed, answers = Vote(), []
+    agreed, answers = NO_HALT, []
     for version in range(1, 6):
         ends, agreed = boundary(ranks, version, agreed)
         assert ends == [False, False]
         answers.append([rank.halting.should_exit() for rank in ranks])
     assert answers == [[False] * 2] * 3 + [[True] * 2] * 2
     assert ranks[0].halting.reason is Reason.VERSION
-    assert agreed.halt == Reason.NONE, "said once"
+    assert agreed.reason == Reason.NONE, "said once"
     assert f"tierckpt halt {places[1]} --clear" in ranks[1].texts()
 
 
@@ -618,7 +618,7 @@ def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
     """The first boundary is too early: a loop calls should_exit() after it."""
     soon = {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
     ranks = [make_rank(halt_seconds_left=7200, environment=soon), make_rank()]
-    agreed, ended = Vote(), []
+    agreed, ended = NO_HALT, []
     for version in range(1, 5):
         ends, agreed = boundary(ranks, version, agreed)
         assert len(set(ends)) == 1
@@ -648,14 +648,14 @@ def test_how_long_before_a_time_a_job_ends(
     found = []
     for seconds in (NOON - margin - 1, NOON - margin):
         monkeypatch.setattr(time, "time", lambda at=seconds: at)
-        found.append(rank.halting.vote(1)[0])
+        found.append(rank.halting.wish(1)[0])
     assert found == [Reason.NONE, Reason.TIME]
 
 
 def test_a_missing_end_of_the_allocation_is_reported_once(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10)
     for version in range(1, 4):
-        assert rank.halting.vote(version)[0] is Reason.NONE
+        assert rank.halting.wish(version)[0] is Reason.NONE
     assert len(rank.said) == 1
     assert "SLURM_JOB_END_TIME is not set" in rank.texts()
 
@@ -663,7 +663,7 @@ def test_a_missing_end_of_the_allocation_is_reported_once(make_rank: Any) -> Non
 def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
     """A job with an extended allocation still has the old end in its environment."""
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
-    assert rank.halting.vote(1)[0] is Reason.NONE
+    assert rank.halting.wish(1)[0] is Reason.NONE
     assert "SLURM_JOB_END_TIME is '1', which is in the past" in rank.texts()
 
 
@@ -696,7 +696,7 @@ def test_how_long_an_end_may_take(
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     named = {} if end_in is None else {"SLURM_JOB_END_TIME": str(NOON + end_in)}
     halting = make_rank(environment=named).halting
-    halting.receive(Vote(halt=agreed))
+    halting.receive(HaltVote(agreed))
     granted = halting.seconds_to_wait()
     assert (NEVER if granted is None else granted) == disk
     assert halting.seconds_for_others() == others
@@ -709,13 +709,13 @@ def test_the_time_that_a_signal_grants_counts_from_its_arrival(
     halting = make_rank(halt_signals="").halting
     monkeypatch.setattr(Signals, "received_seconds", 1000.0)
     monkeypatch.setattr(time, "monotonic", lambda: 1012.0)
-    halting.receive(Vote(halt=Reason.SIGNAL))
+    halting.receive(HaltVote(Reason.SIGNAL))
     assert halting.seconds_for_others() == pytest.approx(20 - 12, abs=1)
 
 
 def test_an_end_that_is_no_time_is_shown_as_it_is(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
-    rank.halting.vote(1)
+    rank.halting.wish(1)
     assert "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds" in rank.texts()
     assert "is not set" not in rank.texts()
 
@@ -725,14 +725,14 @@ def test_a_rank_that_left_is_ended_by_a_signal_unless_the_end_was_agreed_on(
     agreed: bool, make_rank: Any, listen: Any
 ) -> None:
     halting = make_rank(halt_signals="SIGINT").halting
-    halting.vote(1)
+    halting.wish(1)
     signal.raise_signal(signal.SIGINT)
     if agreed:
-        halting.receive(Vote(halt=Reason.SIGNAL))
-        halting.end_alone()
+        halting.receive(HaltVote(Reason.SIGNAL))
+        halting.apart()
     else:
         with pytest.raises(KeyboardInterrupt):
-            halting.end_alone()
+            halting.apart()
 
 
 def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:
@@ -741,11 +741,11 @@ def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> N
     rank = make_rank(halt_signals="SIGUSR1")
     try:
         until(lambda: rank.halting._watcher.requests)
-        assert rank.halting.vote(1)[0] is Reason.NOW
+        assert rank.halting.wish(1)[0] is Reason.NOW
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert rank.halting.vote(2)[0] is Reason.SIGNAL
+        assert rank.halting.wish(2)[0] is Reason.SIGNAL
         assert ("this rank received SIGUSR1", logging.WARNING) in rank.said
-        rank.halting.receive(Vote(halt=Reason.SIGNAL))
+        rank.halting.receive(HaltVote(Reason.SIGNAL))
         assert "a rank received a signal to stop" in rank.texts()
     finally:
         rank.halting.close()

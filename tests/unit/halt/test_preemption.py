@@ -14,7 +14,7 @@ import pytest
 from tests.support.metadata_server import HOLDS, TRICKLES, Aws, Azure, Gcp, Server, serving
 from tierckpt import config
 from tierckpt.config import load_config, parse_notices
-from tierckpt.core.decisions import NEVER_SECONDS, Reason, Vote
+from tierckpt.core.decisions import NEVER_SECONDS, HaltVote, Reason
 from tierckpt.errors import ConfigError
 from tierckpt.group import Node
 from tierckpt.halt import preemption
@@ -203,12 +203,9 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
         each.halting.close()
 
 
-def agreement(ranks: list[Rank], version: int) -> Vote:
-    cast = [rank.halting.vote(version) for rank in ranks]
-    return Vote(
-        halt=min(vote.reason for vote in cast),
-        halt_seconds=min(vote.seconds_left for vote in cast),
-    )
+def agreement(ranks: list[Rank], version: int) -> HaltVote:
+    cast = [rank.halting.wish(version) for rank in ranks]
+    return HaltVote(*map(min, zip(*cast, strict=True)))
 
 
 def test_all_nodes_learn_the_end_of_one(make_rank: Any) -> None:
@@ -219,7 +216,7 @@ def test_all_nodes_learn_the_end_of_one(make_rank: Any) -> None:
         ranks = [make_rank(0), make_rank(1, halt_notices=f"aws {server.endpoint}", **long)]
         asked_again(server)
         agreed = agreement(ranks, 1)
-        assert (agreed.halt, agreed.halt_seconds) == (Reason.NONE, NEVER_SECONDS)
+        assert (agreed.reason, agreed.seconds_left) == (Reason.NONE, NEVER_SECONDS)
         cloud.announce(10_000)
         until(lambda: ranks[1].halting._preemption.notice)
         agreed = agreement(ranks, 2)
@@ -245,7 +242,7 @@ def test_an_end_far_ahead_has_time(wanted: float, make_rank: Any) -> None:
         rank = make_rank(0, **settings)
         cloud.announce("Reboot", "node_3", time.time() + 600)
         until(lambda: rank.halting._preemption.notice)
-        found = rank.halting.vote(1).reason
+        found = rank.halting.wish(1).reason
         assert found is (Reason.PREEMPTION if wanted else Reason.NONE)
         assert any("(event Reboot) at" in text for text in rank.warnings())
         rank.halting.close()
@@ -255,10 +252,10 @@ def test_a_service_that_is_away_is_reported_once(make_rank: Any) -> None:
     with serving(lambda *request: (500, "")) as server:
         rank = make_rank(0, halt_notices=f"aws {server.endpoint}")
         until(lambda: rank.halting._preemption.problem)
-        assert [rank.halting.vote(v).reason for v in range(1, 4)] == [Reason.NONE] * 3
+        assert [rank.halting.wish(v).reason for v in range(1, 4)] == [Reason.NONE] * 3
         server.reply = lambda *request: (404, "")
         until(lambda: "status 404" in rank.halting._preemption.problem)
-        rank.halting.vote(4)
+        rank.halting.wish(4)
         (said,) = rank.warnings()
         assert f"{server.endpoint} gives no answer" in said
         assert "status 500 for /latest/api/token" in said

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.parts import boundary_at
 from tierckpt.config import Config
 from tierckpt.errors import ConfigError
 from tierckpt.events import Event, EventLog
@@ -35,7 +36,8 @@ class Recording:
         self.trace = Trace(path, 3, steps, lambda param: f"p{param.numel()}", self.said.append)
 
     def boundary(self, version: int) -> Trace | None:
-        return self.trace.boundary(version, 0.0)
+        self.trace.boundary_ends(boundary_at(version, 0.0))
+        return self.trace if self.trace._file is not None else None
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_off_not_one_function_of_it_is_called(tmp_path: Path, shm_dir: Path) -> 
     assert calls_of_a_job(tmp_path / "off", shm_dir) == []
     # The same look sees them when it is on, so it would have seen them.
     seen = calls_of_a_job(tmp_path / "on", shm_dir, trace_dir=str(tmp_path / "traces"))
-    assert {"copied", "span", "boundary"} <= set(seen)
+    assert {"copied", "span", "boundary_ends"} <= set(seen)
 
 
 def test_without_the_setting_there_is_no_recorder(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_closed_it_keeps_no_tensor_alive(recording: Recording) -> None:
     plan: Any = Plan(layout=SimpleNamespace(pieces=[piece], blocks=[block]))
     alive = weakref.ref(plan)
     recording.trace.copied(1, plan, (0,), 0.0, 0.0)
-    recording.trace.boundary(1, 0.0)
+    recording.boundary(1)
     recording.trace.copied(1, plan, (0,), 0.0, 0.0)
     recording.trace.close()
     del plan
@@ -189,7 +191,7 @@ def test_horovods_names_of_reductions_are_recorded_in_every_run(tmp_path: Path) 
     """The newest run's names win; a name is not a span."""
     for names in ({"allreduce.a": ["a"], "x_1of2": ["b"]}, {"x_1of2": ["c", "d"]}):
         recording = Recording(tmp_path / "t.json")
-        recording.trace.know(names)
+        recording.trace.name_reductions(names)
         recording.trace.close()
     found = read_trace(tmp_path / "t.json")
     assert found.reductions == {"allreduce.a": ("a",), "x_1of2": ("c", "d")}

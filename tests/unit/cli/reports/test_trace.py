@@ -126,7 +126,7 @@ def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
     """The timeline has the reductions of another set, which may have the same names."""
     for rank, path in enumerate(traces):
         trace = Trace(Path(path), rank, 1, lambda _: "", lambda _: None)
-        trace.know({})
+        trace.name_reductions({})
         trace.close()
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
     assert main.main(command) == 1

@@ -1,0 +1,364 @@
+"""Parts: features of a checkpointer, which its loop does not know.
+
+A part overrides the moments at which it has something to do. The loop asks each part once, when it
+is made, and keeps a list for each moment: at a moment that a part does not override, or at which it
+sleeps, it costs nothing. Parts are called in the order of the table,
+`checkpointer.checkpointer.PARTS`.
+
+A part may vote: `votes` names its numbers, of which all ranks read the minima one boundary later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from tierckpt.core.decisions import Vote
+from tierckpt.core.levels import Level
+from tierckpt.format.ids import VersionId
+
+if TYPE_CHECKING:
+    from tierckpt.checkpointer.adapter import Adapter
+    from tierckpt.checkpointer.loop import TrainingJob
+    from tierckpt.config import Config
+    from tierckpt.journal.replay import Replay
+    from tierckpt.restored import Restored
+    from tierckpt.state.training_state import TrainingState
+
+__all__ = ["Boundary", "Part", "Parts", "VoteField"]
+
+
+class VoteField(NamedTuple):
+    """A number that a part adds to each rank's vote."""
+
+    name: str
+    silent: int = 0
+    """The number of a rank without the part, or without anything to say."""
+
+
+@dataclass(slots=True)
+class Boundary:
+    """One boundary. Parts read it, and answer the loop in the attributes that say so."""
+
+    id: VersionId
+    """The version of this boundary, whether it is taken or not."""
+    run: str
+    """The `run_id`."""
+    begin_seconds: float
+    """By `time.perf_counter()`."""
+    forced: bool
+    """A version on demand, or the last one."""
+    place: int
+    """This rank's iteration: other ranks may be at another one."""
+    agreed: Vote
+    """The minima of the votes of the boundary before."""
+    rows: list[tuple[int, ...]]
+    """All ranks' `row` of the boundary before; empty if there was none."""
+    levels: tuple[Level, ...] = ()
+    """Where the version goes; empty: it is not taken."""
+    sound: bool = True
+    """The live state could be a version. An answer of `read`: False, if none may be taken."""
+    why: str = ""
+    """An answer of `read`: with `sound=False`, the reason."""
+    postponed: bool = False
+    """An answer of `read`: with `sound=False`, whether a version that is due stays due."""
+    early: bool = False
+    """Layers are copied from the boundary on."""
+    wanted: bool = False
+    """An answer of `vote`: this rank asks for a version."""
+    row: Sequence[int] = ()
+    """An answer of `vote`: numbers that all ranks read, on all ranks or none."""
+    ends: bool = False
+    """An answer of `read`: the job ends after this boundary, on all ranks."""
+
+
+class Part:
+    """A feature. Training thread, unless a moment says otherwise. Every method may be overridden;
+    its exceptions reach the training loop."""
+
+    votes: tuple[VoteField, ...] = ()
+    """What `vote` returns, by position."""
+    early = False
+    """It is made as soon as the event log is open, before the ranks' votes and levels."""
+    idle: frozenset[str] = frozenset()
+    """Moments at which the part does nothing now, by name."""
+    owner: Parts | None = None
+    begins_with: frozenset[Level] = frozenset()
+    """After state was loaded that no steps lead to: the levels that a version must go to."""
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Part | None:
+        """The part of this job; None if its settings do without. It may be of another class, whose
+        module is imported only here; not one with `votes`. With `early`, only `log` and what
+        comes before it are there."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: Config, state: TrainingState, adapter: Adapter) -> None:
+        """Before the attach, on all ranks alike: raise ConfigError or UnsupportedStateError if the
+        settings ask for the part and it cannot serve this training."""
+
+    def sleep(self, *moments: str) -> None:
+        """Have nothing to do at these moments, until `wake`."""
+        self._set_idle(self.idle.union(moments))
+
+    def wake(self, *moments: str) -> None:
+        """Be called at these moments again."""
+        self._set_idle(self.idle.difference(moments))
+
+    def _set_idle(self, idle: frozenset[str]) -> None:
+        if idle != self.idle:
+            self.idle = idle
+            if self.owner is not None:
+                self.owner.refresh()
+
+    # --- a boundary, in this order ---------------------------------------------------------------
+
+    def boundary_begins(self, in_forward: bool) -> None:
+        """An iteration has ended. `in_forward`: the forward pass of the next one begins."""
+
+    def read(self, at: Boundary, least: Sequence[int]) -> None:
+        """The votes of the boundary before are known: `least` has the minima of `votes`."""
+
+    def apart(self) -> None:
+        """Ranks are in different iterations: at each boundary until a restore."""
+
+    def diverged(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
+        """This rank found that other ranks do not come to the boundary of `version`.
+
+        Args:
+            version: the number of the version.
+            together: the newest version at whose boundary all were in the same iteration.
+            at: this rank's position, in words.
+            missing: the ranks that did not come, if known.
+        """
+
+    def suspicion(self) -> str:
+        """The reason to doubt versions that are taken now; empty without one."""
+        return ""
+
+    def decided(self, at: Boundary) -> None:
+        """All ranks have decided about the version; nothing of it is copied yet."""
+
+    def vote(self, at: Boundary) -> Sequence[int]:
+        """The numbers of `votes`."""
+        raise NotImplementedError
+
+    def voted(self, at: Boundary) -> None:
+        """The vote was cast. The state does not change until `settle`."""
+
+    def taken(self, snapshot: Any) -> None:
+        """The copy of this `Snapshot` is about to begin."""
+
+    def boundary_ends(self, at: Boundary) -> None:
+        """The next iteration begins."""
+
+    # --- between two boundaries -------------------------------------------------------------------
+
+    def optimizer_called(self) -> None:
+        """A step of any optimizer of the process begins; called inside it."""
+
+    def step_begins(self) -> None:
+        """A step of an optimizer of the training begins; the same on all ranks."""
+
+    def gradients_ready(self, label: str) -> None:
+        """The optimizer of this label is about to change the state, and `settle` was called."""
+
+    def stepped(self) -> None:
+        """A step was made whose boundary comes later, in a forward pass."""
+
+    def iteration_ends(self) -> None:
+        """The loop has called `step()`."""
+
+    def released(
+        self,
+        params: Sequence[Any],
+        version: int,
+        reduction: Any,
+        launched_seconds: float | None,
+    ) -> None:
+        """The gradients of these parameters are being reduced; arguments as for `Handle.release`.
+        Perhaps autograd's thread."""
+
+    def name_reductions(self, names: Mapping[str, Sequence[str]]) -> None:
+        """See `Handle.name_reductions`."""
+
+    def settle(self) -> None:
+        """Return when the state may change."""
+
+    def changes(self, begin_seconds: float) -> None:
+        """The state may change now; the wait for that began then, by `time.perf_counter()`."""
+
+    def sealed(self, snapshot: Any) -> None:
+        """The version of this `Snapshot` is complete on this rank."""
+
+    def saving(self, trained: bool) -> contextlib.AbstractContextManager[None]:
+        """The context of a version on demand. `trained`: a step was made since the boundary."""
+        raise NotImplementedError
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until all is durable or has failed; False if that takes longer."""
+        raise NotImplementedError
+
+    # --- begin, restore, end ----------------------------------------------------------------------
+
+    def attached(self, job: TrainingJob) -> None:
+        """The checkpointer is complete."""
+
+    def pause(self) -> None:
+        """State is about to be loaded that no steps lead to."""
+
+    def records_after(self, base: VersionId, *about: Any) -> Replay | None:
+        """The recorded steps that follow the version `base`; see `Journal.records_after`."""
+        raise NotImplementedError
+
+    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
+        """A warning about recorded steps after `base` that this restart does not make again."""
+        raise NotImplementedError
+
+    def found_versions(self) -> None:
+        """This start found versions of the job, and has loaded one."""
+
+    def begin_elsewhere(self, order: Any, bar: Any, load_adapter: Any) -> Any:
+        """This start found no version of the job: load one of another job, see `Forks`."""
+        raise NotImplementedError
+
+    def load_parts(self, source: str, selection: Any, strict: bool, bar: Any) -> Any:
+        """Load parts of another job's version, see `Forks.load_parts`."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """The state was replaced: forget what was seen of it."""
+
+    def shared_changed(self) -> None:
+        """Other tensors than before are shared by all ranks."""
+
+    def goes_on_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
+        """The live state is that of `result`, of the version `base` (None: no version), and the run
+        of this generation begins with it."""
+
+    def restored(self, result: Restored) -> None:
+        """`restore()` ends, on all ranks."""
+
+    def drifted(self) -> Sequence[int] | None:
+        """The ranks in the minority, from the discovery that replicas differ until they are equal
+        again; empty without a majority, None if nothing differs."""
+        return None
+
+    def last_digest(self, version: int | None) -> int:
+        """At the end, while nothing changes: what `compare_last` compares. None: the live state is
+        no version."""
+        raise NotImplementedError
+
+    def compare_last(self, digests: Sequence[int]) -> None:
+        """All ranks' results of `last_digest`."""
+
+    def failure(self) -> Exception | None:
+        """The error with which the job is to end, on all ranks; once."""
+        return None
+
+    def end(self, remove: bool) -> None:
+        """The end: no copy is in progress. `remove`: the last version is durable."""
+
+    def left(self, abandoned: bool) -> None:
+        """The last call: only the event log is still open."""
+
+
+T = TypeVar("T")
+
+
+class Parts:
+    """The parts of one checkpointer: a list of methods for each moment. Training thread."""
+
+    def __init__(self, table: Sequence[type[Part]]) -> None:
+        """`table`: the kinds of parts, in order."""
+        self._table = table
+        self._all: list[Part | None] = [None] * len(table)
+        self._votes = [kind.votes for kind in table]
+        self.silent = tuple(field.silent for fields in self._votes for field in fields)
+        """The votes of a rank whose parts say nothing."""
+        self.refresh()
+
+    def make(self, job: TrainingJob, early: bool) -> None:
+        """Make the parts that are `early`, or the others."""
+        try:
+            for i, kind in enumerate(self._table):
+                if kind.early == early and (part := kind.of(job)) is not None:
+                    part.owner, self._all[i] = self, part
+        finally:
+            self.refresh()
+
+    def find(self, kind: type[T]) -> T | None:
+        """The part of this kind, if there is one."""
+        return next((each for each in self._all if isinstance(each, kind)), None)
+
+    def _of(self, moment: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """The methods of the parts that override this one, and are awake."""
+        name = moment.__name__
+        parts = [each for each in self._all if each is not None and name not in each.idle]
+        return [getattr(p, name) for p in parts if getattr(type(p), name) is not moment]
+
+    def refresh(self) -> None:
+        """Make the lists anew."""
+        of = self._of
+        self.boundary_begins = of(Part.boundary_begins)
+        self.apart, self.diverged = of(Part.apart), of(Part.diverged)
+        self.suspicion, self.decided = of(Part.suspicion), of(Part.decided)
+        self.voted, self.taken = of(Part.voted), of(Part.taken)
+        self.boundary_ends = of(Part.boundary_ends)
+        self.optimizer_called, self.step_begins = of(Part.optimizer_called), of(Part.step_begins)
+        self.gradients_ready = of(Part.gradients_ready)
+        self.stepped, self.iteration_ends = of(Part.stepped), of(Part.iteration_ends)
+        self.released, self.name_reductions = of(Part.released), of(Part.name_reductions)
+        self.settle, self.changes, self.sealed = of(Part.settle), of(Part.changes), of(Part.sealed)
+        self.saving, self.drain = of(Part.saving), of(Part.drain)
+        self.attached, self.pause = of(Part.attached), of(Part.pause)
+        self.records_after, self.unused_after = of(Part.records_after), of(Part.unused_after)
+        self.found_versions = of(Part.found_versions)
+        self.begin_elsewhere, self.load_parts = of(Part.begin_elsewhere), of(Part.load_parts)
+        self.forget, self.shared_changed = of(Part.forget), of(Part.shared_changed)
+        self.goes_on_from, self.restored = of(Part.goes_on_from), of(Part.restored)
+        self.drifted = of(Part.drifted)
+        self.last_digest, self.compare_last = of(Part.last_digest), of(Part.compare_last)
+        self.failure, self.end, self.left = of(Part.failure), of(Part.end), of(Part.left)
+        begins = [each.begins_with for each in self._all if each is not None]
+        self.begins_with: frozenset[Level] = frozenset().union(*begins)
+        self._readers: list[tuple[Callable[[Boundary, Sequence[int]], None], slice]] = []
+        self._voters: list[Callable[[Boundary], Sequence[int]]] = []
+        low = 0
+        for part, fields in zip(self._all, self._votes, strict=True):
+            high, silent = low + len(fields), self.silent[low : low + len(fields)]
+            if part is not None and type(part).read is not Part.read:
+                self._readers.append((part.read, slice(low, high)))
+            if fields:
+                self._voters.append(_silently(silent) if part is None else part.vote)
+            low = high
+
+    def first_failure(self) -> Exception | None:
+        """The first error of a part with which the job is to end; None without one."""
+        return next(filter(None, [failure() for failure in self.failure]), None)
+
+    def read(self, at: Boundary) -> None:
+        """Let the parts read the last votes."""
+        least = at.agreed.parts or self.silent
+        for read, own in self._readers:
+            read(at, least[own])
+
+    def vote(self, at: Boundary) -> tuple[int, ...]:
+        """This rank's numbers of all parts."""
+        numbers: list[int] = []
+        for vote in self._voters:
+            numbers += vote(at)
+        return tuple(numbers)
+
+
+def _silently(numbers: tuple[int, ...]) -> Callable[[Boundary], Sequence[int]]:
+    return lambda _: numbers
+
+
+def call(moment: Iterable[Callable[..., None]], *arguments: Any) -> None:
+    """Call these methods."""
+    for method in moment:
+        method(*arguments)

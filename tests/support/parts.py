@@ -1,0 +1,26 @@
+"""Parts of a checkpointer, and boundaries made up for parts without a loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tierckpt.core.decisions import Vote
+from tierckpt.core.parts import Boundary
+from tierckpt.format import VersionId
+from tierckpt.journal.journal import Journal
+from tierckpt.replicas.monitor import ReplicaMonitor
+
+
+def boundary_at(version: int, begin_seconds: float | None = None) -> Boundary:
+    """The boundary of v*version* in a run named `run`, which begins now by default."""
+    begin = time.perf_counter() if begin_seconds is None else begin_seconds
+    return Boundary(VersionId(1, version), "run", begin, False, version, Vote(), [])
+
+
+def monitor_of(ckpt: Any) -> Any:
+    return ckpt._parts.find(ReplicaMonitor)
+
+
+def journal_of(ckpt: Any) -> Any:
+    return ckpt._parts.find(Journal)
