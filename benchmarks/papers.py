@@ -47,7 +47,7 @@ from lib.papers import page, results
 from lib.papers.registry import PAPERS
 from lib.papers.rule import MIN_VISITS
 from lib.terminal import parser_of, say
-from tierckpt.testing.network import NoNetworkError
+from tierckpt.testing import NoNetworkError
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 """Ranks compute on one thread each, and some are forked from here."""

@@ -21,7 +21,7 @@ from tierckpt.storage.persistent import (
     ShardSource,
     VersionName,
 )
-from tierckpt.testing.fault_injection import content_of, manifest_of
+from tierckpt.testing import content_of, manifest_of
 
 LIFE = "5eed"
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.exported_job import wait_until
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 
 def program(name: str) -> str:

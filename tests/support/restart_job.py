@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "restarts"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.slurm_here import PATH
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 PATIENCE_SECONDS = 120.0
 

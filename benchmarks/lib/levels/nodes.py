@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.levels.node import Setup, Work
-from tierckpt.testing.network import Network, NoNetworkError
+from tierckpt.testing import Network, NoNetworkError
 
 HERE = Path(__file__).resolve().parent
 

@@ -22,7 +22,7 @@ from lib.launchers import (
 )
 from lib.processes import MARK, Family
 from lib.report import align
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("started", "imported", "met", "built", "attached", "restored", "stepped")

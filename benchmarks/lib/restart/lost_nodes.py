@@ -16,7 +16,7 @@ from pathlib import Path
 from lib.launchers import SHIM, environment, torchrun
 from lib.processes import MARK, Family
 from lib.restart.kills import Job, Kills, figures
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 HERE = Path(__file__).resolve().parent
 FIRST = "node0"

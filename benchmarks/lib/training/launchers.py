@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 PATIENCE_SECONDS = 1_000_000  # a stopped rank must not time out
 PR_SET_PDEATHSIG = 1

@@ -30,18 +30,42 @@ if TYPE_CHECKING:
     from .tiny_job import TinyJob, run_in_child
 
 _HOME = {
+    "BATCH": "tiny_job",
+    "BLOCKS": "conformance",
     "BackendConformance": "conformance",
+    "CLASSES": "tiny_job",
+    "CodecConformance": "conformance",
     "GroupAbortedError": "groups",
     "GroupConformance": "groups",
+    "HUB_ADDRESS": "network",
     "HidingConformance": "conformance",
-    "CodecConformance": "conformance",
+    "IN_FEATURES": "tiny_job",
+    "Network": "network",
+    "NoNetworkError": "network",
+    "PLACE": "conformance",
+    "Program": "groups",
     "StoreConformance": "conformance",
     "ThreadGroup": "groups",
     "TinyJob": "tiny_job",
+    "burst_bytes": "network",
+    "commit_one": "fault_injection",
+    "content_of": "fault_injection",
+    "fired": "tiny_job",
+    "free_ports": "network",
     "injected": "fault_injection",
+    "is_sound": "fault_injection",
+    "key_of": "fault_injection",
+    "manifest_of": "fault_injection",
+    "noise": "conformance",
+    "put": "conformance",
+    "raw_bytes": "tiny_job",
     "run_in_child": "tiny_job",
     "run_ranks": "groups",
+    "seed_everything": "tiny_job",
+    "tiny_model": "tiny_job",
+    "train": "tiny_job",
 }
+"""Names outside `__all__` are for Tierckpt's own tests."""
 
 __all__ = [
     "BackendConformance",

@@ -14,7 +14,7 @@ from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run, attempts
 from tests.support.frameworks.scenario import VARIABLE
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "accelerate" / "job.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.star_group import StarGroup, run_star
 from tierckpt.cli.main import main
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 NODES = ("n0", "n1")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_ckpt.checkpointer import SHARED_STORE
 from ddp_ckpt.torch_group import BROADCAST_COST_BYTES, TorchGroup
 from tests.support.training import Place, attach, make_job
-from tierckpt.testing.groups import GroupConformance, Program
+from tierckpt.testing import GroupConformance, Program
 
 
 def with_group(program: Program) -> Any:

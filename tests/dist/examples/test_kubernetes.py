@@ -16,7 +16,7 @@ from tests.support.pod import Pod, require_pods
 from tests.support.restart_job import EXAMPLES, PATIENCE_SECONDS, RestartJob
 from tests.support.thorough import on_demand
 from tierckpt.config import load_config
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install pyyaml")
 

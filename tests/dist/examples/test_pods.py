@@ -13,7 +13,7 @@ import pytest
 from tests.support.pod import Pod, require_pods
 from tests.support.restart_job import EXAMPLES, PATIENCE_SECONDS, STEPS, RestartJob, state_of
 from tests.support.thorough import on_demand
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 HALTED = 75
 

@@ -33,7 +33,7 @@ from tests.support.restart_job import (
 from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 RANKS = 2
 HALF = STEPS // 2

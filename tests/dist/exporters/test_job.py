@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 pytest.importorskip("prometheus_client")
 

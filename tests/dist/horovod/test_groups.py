@@ -11,7 +11,7 @@ import tierckpt
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.training import horovod, rank_0_first
 from tierckpt.coordination.ballots import GroupBallots
-from tierckpt.testing.groups import GroupConformance, Program
+from tierckpt.testing import GroupConformance, Program
 
 MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
 """Of a job of three, by size."""

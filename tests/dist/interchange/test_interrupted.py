@@ -14,7 +14,7 @@ import tierckpt
 from tests.support.thorough import swept_points
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.cli.main import main
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import tiny_model
 
 POINTS = [
     f"{action}@file:op={op}"

@@ -16,7 +16,7 @@ from tests.support.restart_job import RestartJob, undisturbed_curves
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.journal.segments import FOLDER, names_in
 from tierckpt.journal.writer import MAX_WAITING
-from tierckpt.testing.network import Network
+from tierckpt.testing import Network
 
 LATE_STEP = 20
 MEETING, STORE = 29512, 29513

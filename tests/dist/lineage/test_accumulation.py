@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
 from tierckpt.errors import RestoreError
-from tierckpt.testing.tiny_job import raw_bytes, tiny_model
+from tierckpt.testing import raw_bytes, tiny_model
 
 PASSES = 2
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.star_group import StarGroup, run_star
 from tierckpt.lineage.tree import tree_of
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 STEPS = 5
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.net_nodes import network_fixture
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.testing.network import Network
+from tierckpt.testing import Network
 
 NODES = 2
 PATIENCE_SECONDS = 120.0

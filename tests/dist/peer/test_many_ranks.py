@@ -24,8 +24,8 @@ import pytest
 from tests.support.star_group import StarGroup, run_star
 from tests.support.thorough import on_demand
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing.network import NoNetworkError, network
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import NoNetworkError, TinyJob
+from tierckpt.testing.network import network
 
 VARIABLE = "MANY_RANKS"
 RANKS = int(os.environ.get(VARIABLE, "24"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.dist.peer.test_peer_level import protected_at
 from tests.support.training import Place, attach, make_job, rank, restored_into, train
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 STEPS = 3
 RACKS = ((0, 1), (2, 3))

@@ -14,7 +14,7 @@ import pytest
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.run.shim import PARTS
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 LOOP = """\
     start = int(ckpt.restore())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 SCRIPT = """
 import os, sys

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.restart_job import RestartJob, undisturbed_curves
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 LATE_STEP = 20
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.thorough import on_demand
 from tierckpt.storage.claims import CLAIM_PREFIX
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 pytestmark = on_demand("torchruns take half a minute; what they prove is tested with made-up ones")
 

@@ -18,8 +18,7 @@ from tests.support.net_nodes import NodeProcess, narrowed, network_or_skip
 from tests.support.s3_server import KEY, SECRET, rclone, serving
 from tierckpt.format import ShardKey
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing.fault_injection import content_of
-from tierckpt.testing.network import HUB_ADDRESS, Network
+from tierckpt.testing import HUB_ADDRESS, Network, content_of
 
 NODES, VICTIM = 3, 1
 PAGES = 5120

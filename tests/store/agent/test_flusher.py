@@ -42,8 +42,7 @@ from tierckpt.storage.persistent import (
 )
 from tierckpt.storage.persistent.backends import PosixBackend
 from tierckpt.storage.persistent.lease import LEASE_SECONDS
-from tierckpt.testing import injected
-from tierckpt.testing.fault_injection import content_of, manifest_of
+from tierckpt.testing import content_of, injected, manifest_of
 
 SHARDS = 2
 PATIENCE_SECONDS = 60.0

@@ -48,8 +48,7 @@ from tierckpt.codecs import codec
 from tierckpt.errors import TierckptError
 from tierckpt.format import ParityKey, ShardKey, VersionId
 from tierckpt.storage.local import LocalStore
-from tierckpt.testing import TinyJob
-from tierckpt.testing.fault_injection import commit_one
+from tierckpt.testing import TinyJob, commit_one
 
 KEY = ShardKey(VersionId(1, 1), 0, 1)
 

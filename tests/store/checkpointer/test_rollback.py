@@ -13,7 +13,7 @@ import pytest
 from tierckpt import latest, load
 from tierckpt.cli.main import main
 from tierckpt.errors import RestoreError
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 STEPS = 9
 

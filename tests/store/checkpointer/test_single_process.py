@@ -21,8 +21,7 @@ from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.format import FORMAT_MAJOR
 from tierckpt.snapshot import copy_engine
 from tierckpt.storage.slot_pool import NoSlotError
-from tierckpt.testing import TinyJob, run_in_child
-from tierckpt.testing.tiny_job import fired, tiny_model, train
+from tierckpt.testing import TinyJob, fired, run_in_child, tiny_model, train
 
 # --- the plain way -------------------------------------------------------------------------------
 

@@ -18,14 +18,15 @@ from tierckpt import _faults
 from tierckpt.format import ShardKey, VersionId
 from tierckpt.offline.comparison import compare
 from tierckpt.offline.stored_version import open_version
-from tierckpt.testing import TinyJob
-from tierckpt.testing.groups import ThreadGroup, run_ranks
-from tierckpt.testing.tiny_job import (
+from tierckpt.testing import (
     BATCH,
     CLASSES,
     IN_FEATURES,
+    ThreadGroup,
+    TinyJob,
     fired,
     run_in_child,
+    run_ranks,
     seed_everything,
     tiny_model,
 )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.prometheus_here import program
 from tierckpt.exporters.exporter import METRICS, PHASES, REASONS, SEVERITIES
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "exporters.md"

@@ -23,8 +23,7 @@ from tests.support.prometheus_here import get, lint, program, running
 from tierckpt import ConfigError
 from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry
 from tierckpt.exporters.exporter import exporters_of
-from tierckpt.testing import TinyJob
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import TinyJob, free_ports
 
 pytest.importorskip("prometheus_client")
 

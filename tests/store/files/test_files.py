@@ -28,7 +28,7 @@ from tierckpt.lineage import run_notes
 from tierckpt.storage import routed
 from tierckpt.storage.durable import Mount
 from tierckpt.storage.job_directory import JobBusyError
-from tierckpt.testing.groups import ThreadGroup, run_ranks
+from tierckpt.testing import ThreadGroup, run_ranks
 
 Make = Callable[..., Files]
 

@@ -14,7 +14,7 @@ from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession, merged, s
 from tierckpt.group import Group, SingleGroup
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing.groups import ThreadGroup, run_ranks
+from tierckpt.testing import ThreadGroup, run_ranks
 
 Start = Callable[..., ScrSession]
 

@@ -21,8 +21,7 @@ from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.cli.main import main
 from tierckpt.state.extras import PLAIN_VALUES, PlainValues
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 
 STEPS = 5
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

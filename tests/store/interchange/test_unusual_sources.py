@@ -23,8 +23,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.tmpfs import SIZE_BYTES
 from tierckpt.cli.main import main
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

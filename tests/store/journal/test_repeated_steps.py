@@ -23,7 +23,7 @@ from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.journal.segments import FOLDER, JournalReader, names_in
 from tierckpt.journal.steps import REPEATABLE
-from tierckpt.testing.tiny_job import seed_everything
+from tierckpt.testing import seed_everything
 
 STEPS = 6
 optim = torch.optim

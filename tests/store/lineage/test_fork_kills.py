@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.testing.tiny_job import TinyJob, fired, run_in_child
+from tierckpt.testing import TinyJob, fired, run_in_child
 
 STEPS = 4
 FORK_KILLS = [f"kill@fork:op={op}" for op in ("hold", "loaded", "record", "own", "settled")]

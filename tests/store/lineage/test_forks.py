@@ -15,7 +15,7 @@ from tierckpt import latest
 from tierckpt.cli.main import main
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.storage.notes import ForkMarks, OriginFile
-from tierckpt.testing.tiny_job import TinyJob, tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 
 STEPS = 6
 

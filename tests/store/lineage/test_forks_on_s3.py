@@ -17,7 +17,7 @@ from tierckpt.offline.catalog import rows_of
 from tierckpt.offline.survey import survey
 from tierckpt.storage.notes import OriginFile
 from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 STEPS = 4
 

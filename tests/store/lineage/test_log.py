@@ -15,7 +15,7 @@ from tierckpt.format import RunEnd, RunRecord, VersionId
 from tierckpt.lineage.history import Branch
 from tierckpt.lineage.run_notes import command_hash
 from tierckpt.storage.notes import RunRecords
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from tierckpt import Checkpointer, LoopState, ResumableLoader
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.testing.tiny_job import TinyJob, raw_bytes
+from tierckpt.testing import TinyJob, raw_bytes
 
 
 class Net(torch.nn.Module):

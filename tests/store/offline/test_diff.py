@@ -23,9 +23,7 @@ from tierckpt.offline.comparison import Difference, compare
 from tierckpt.offline.stored_version import open_version
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.slots import Slot
-from tierckpt.testing import TinyJob
-from tierckpt.testing.groups import ThreadGroup, run_ranks
-from tierckpt.testing.tiny_job import seed_everything, tiny_model
+from tierckpt.testing import ThreadGroup, TinyJob, run_ranks, seed_everything, tiny_model
 
 STEPS = 3
 Change = Callable[[TinyJob], None]

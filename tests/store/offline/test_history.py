@@ -22,8 +22,7 @@ from tierckpt.offline.comparison import History
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.backends import PosixBackend
-from tierckpt.testing import TinyJob
-from tierckpt.testing.groups import ThreadGroup, run_ranks
+from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 STEPS = 6
 BLOCK_BYTES = 512 * 1024

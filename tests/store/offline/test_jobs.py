@@ -17,7 +17,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.offline.catalog import rows_of
 from tierckpt.offline.survey import survey
 from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 
 def trained(path: Path, steps: int, **settings: object) -> None:

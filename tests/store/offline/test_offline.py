@@ -35,8 +35,7 @@ from tierckpt.offline.survey import survey
 from tierckpt.restore.loader import PieceWriter
 from tierckpt.storage.job_directory import JobDirectory, job_id_of
 from tierckpt.storage.local import LocalStore
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 
 STEPS = 5
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32

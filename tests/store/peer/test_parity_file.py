@@ -34,8 +34,7 @@ from tierckpt.peer.windows import rebuild
 from tierckpt.peer.wire import Address
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import VersionName
-from tierckpt.testing import StoreConformance, injected
-from tierckpt.testing.fault_injection import commit_one, key_of
+from tierckpt.testing import StoreConformance, commit_one, injected, key_of
 
 CODE = Code(3, 2, 1)
 LENGTHS = [600 << 10, 900 << 10, 300 << 10]

@@ -17,7 +17,7 @@ import pytest
 
 from tierckpt.agent.processor import _clock_of, _read_usage
 from tierckpt.cli.main import main
-from tierckpt.testing.tiny_job import TinyJob
+from tierckpt.testing import TinyJob
 
 pytest.importorskip("matplotlib")
 

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tierckpt
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import BATCH, CLASSES, IN_FEATURES, seed_everything, tiny_model
+from tierckpt.testing import BATCH, CLASSES, IN_FEATURES, TinyJob, seed_everything, tiny_model
 
 LENGTH, EPOCHS = 5 * BATCH, 3
 LOOP = tierckpt.LoopState(best=0.0)

@@ -20,8 +20,7 @@ from tests.support.tiny_course import STEPS, versions_on_disk
 from tierckpt.snapshot import copy_engine, snapshot
 from tierckpt.snapshot.native_snapshot import NativeSnapshot
 from tierckpt.snapshot.snapshot import Snapshot
-from tierckpt.testing import TinyJob, run_in_child
-from tierckpt.testing.tiny_job import train
+from tierckpt.testing import TinyJob, run_in_child, train
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 STRIDE = int(points(["1", "11"], "11")[0])

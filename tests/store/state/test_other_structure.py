@@ -12,8 +12,7 @@ import torch
 
 import tierckpt
 from tierckpt.errors import StateMismatchError
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 
 
 @pytest.fixture

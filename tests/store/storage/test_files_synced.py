@@ -14,7 +14,7 @@ from tests.support.persistent_shards import name_of
 from tierckpt.format.ids import GROUP, MANIFEST
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent.backends import PosixBackend
-from tierckpt.testing.fault_injection import commit_one, content_of, key_of, manifest_of
+from tierckpt.testing import commit_one, content_of, key_of, manifest_of
 
 Renames = list[tuple[str, list[str]]]
 

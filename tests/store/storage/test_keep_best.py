@@ -14,8 +14,7 @@ import ddp_ckpt
 from tierckpt.format import Manifest
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 
 LOSSES = {1: 5.0, 2: 0.25, 3: 4.0, 4: 0.5, 5: math.nan, 6: 3.0, 7: 2.0, 8: 1.0}
 

@@ -13,8 +13,7 @@ from tests.support.processes import end, python
 from tierckpt import _faults
 from tierckpt.storage import durable
 from tierckpt.storage.local import LocalStore
-from tierckpt.testing import StoreConformance
-from tierckpt.testing.fault_injection import commit_one, content_of, is_sound, key_of
+from tierckpt.testing import StoreConformance, commit_one, content_of, is_sound, key_of
 
 
 class TestLocalStore(StoreConformance):

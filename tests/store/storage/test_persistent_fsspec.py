@@ -15,7 +15,7 @@ from tests.support.warm_python.servers import PYTHON
 from tierckpt.format import ShardKey
 from tierckpt.storage.persistent import ShardSource
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
-from tierckpt.testing.fault_injection import content_of, key_of, manifest_of
+from tierckpt.testing import content_of, key_of, manifest_of
 
 pytest.importorskip("fsspec")
 LARGE_PAGES = 2 * WINDOW_BYTES // 4096

@@ -14,8 +14,16 @@ from tests.support import persistent_shards
 from tierckpt.format.ids import GROUP, MANIFEST, SHARDS, Groups, ShardKey, SharedPlaces, run_name
 from tierckpt.storage.persistent import backends
 from tierckpt.storage.persistent.backends import PosixBackend
-from tierckpt.testing import BackendConformance, StoreConformance, injected
-from tierckpt.testing.fault_injection import commit_one, content_of, is_sound, key_of, manifest_of
+from tierckpt.testing import (
+    BackendConformance,
+    StoreConformance,
+    commit_one,
+    content_of,
+    injected,
+    is_sound,
+    key_of,
+    manifest_of,
+)
 
 GROUPS = Groups(1)
 

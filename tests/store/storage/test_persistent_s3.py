@@ -31,9 +31,15 @@ from tierckpt.storage.persistent import (
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES, SystemClock
 from tierckpt.storage.persistent.object_stores import ObstoreBackend
-from tierckpt.testing import BackendConformance
-from tierckpt.testing.conformance import put
-from tierckpt.testing.fault_injection import commit_one, content_of, is_sound, key_of, manifest_of
+from tierckpt.testing import (
+    BackendConformance,
+    commit_one,
+    content_of,
+    is_sound,
+    key_of,
+    manifest_of,
+    put,
+)
 
 LARGE_PAGES = 3 * WINDOW_BYTES // 4096 + 1
 """A shard in two parts."""

@@ -31,8 +31,7 @@ from tierckpt.storage.persistent import (
     VersionName,
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
-from tierckpt.testing import injected
-from tierckpt.testing.fault_injection import content_of, key_of, manifest_of
+from tierckpt.testing import content_of, injected, key_of, manifest_of
 
 SHARDS = 5
 LIFE = "5eed"

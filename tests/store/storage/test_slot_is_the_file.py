@@ -27,8 +27,7 @@ from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.slot_pool import SlotPool
 from tierckpt.storage.slots import ImageFile, Slot, memory_kind, seal_area_bytes
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import fired, run_in_child, train
+from tierckpt.testing import TinyJob, fired, run_in_child, train
 
 IMAGE_BYTES = 2 * PAGE_BYTES
 SEAL_BYTES = seal_area_bytes(1)

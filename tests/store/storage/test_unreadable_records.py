@@ -22,8 +22,7 @@ from tierckpt.format import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
-from tierckpt.testing import TinyJob
-from tierckpt.testing.fault_injection import commit_one, key_of
+from tierckpt.testing import TinyJob, commit_one, key_of
 
 STEPS = 4
 HANG_SECONDS = 60

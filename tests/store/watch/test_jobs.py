@@ -20,8 +20,7 @@ import torch
 
 from tierckpt.cli.main import main
 from tierckpt.storage.job_directory import JobDirectory, job_id_of
-from tierckpt.testing import TinyJob
-from tierckpt.testing.tiny_job import tiny_model
+from tierckpt.testing import TinyJob, tiny_model
 from tierckpt.watch.observer import Observer
 from tierckpt.watch.view import View
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.support.crash.launcher import Process, Zygote, quiet_environment
 from tests.support.frameworks.scenario import VARIABLE, Scenario
-from tierckpt.testing.network import free_ports
+from tierckpt.testing import free_ports
 
 PATIENCE_SECONDS = 90.0
 Line = dict[str, Any]

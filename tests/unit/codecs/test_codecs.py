@@ -29,8 +29,7 @@ from tierckpt.format import VersionId
 from tierckpt.format.manifest import Buffer, Encoding, Parameter
 from tierckpt.storage.persistent import PersistentStore, backends
 from tierckpt.storage.persistent.backends import PosixBackend
-from tierckpt.testing import CodecConformance, HidingConformance
-from tierckpt.testing.conformance import BLOCKS, PLACE, noise
+from tierckpt.testing import BLOCKS, PLACE, CodecConformance, HidingConformance, noise
 
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
 

@@ -14,7 +14,7 @@ from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.core.levels import BROKEN, DONE, MEMORY, PENDING
 from tierckpt.format import VersionId
 from tierckpt.group import Node
-from tierckpt.testing.groups import ThreadGroup, run_ranks
+from tierckpt.testing import ThreadGroup, run_ranks
 
 OLD, NEW, NOW = VersionId(1, 9), VersionId(1, 10), VersionId(1, 11)
 

@@ -17,7 +17,7 @@ from tierckpt.coordination import leader_tree as module
 from tierckpt.coordination.ballots import OWN_WIDTH, GroupBallots, RankGoneError, ballots_for
 from tierckpt.coordination.leader_tree import LeaderTree, leader_tree
 from tierckpt.group import Node
-from tierckpt.testing.groups import ThreadGroup, run_ranks
+from tierckpt.testing import ThreadGroup, run_ranks
 
 T = TypeVar("T")
 WIDTH = 4

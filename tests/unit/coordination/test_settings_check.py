@@ -7,7 +7,7 @@ from typing import Any
 
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.errors import ConfigError
-from tierckpt.testing.groups import run_ranks
+from tierckpt.testing import run_ranks
 
 
 def refusals(arguments: list[dict[str, Any]]) -> list[str]:

@@ -30,7 +30,7 @@ from tierckpt.coordination.ballots import (
 from tierckpt.core.decisions import VOTE_WIDTH
 from tierckpt.format import VersionId
 from tierckpt.group import Node
-from tierckpt.testing.groups import ThreadGroup, run_ranks
+from tierckpt.testing import ThreadGroup, run_ranks
 
 T = TypeVar("T")
 WIDTH = 5

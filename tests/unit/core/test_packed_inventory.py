@@ -18,7 +18,7 @@ from tierckpt.core.restore_plan import (
     unpack_inventory,
 )
 from tierckpt.format import ParityKey, VersionFacts, VersionId
-from tierckpt.testing.groups import run_ranks
+from tierckpt.testing import run_ranks
 
 RANKS = 4
 
