@@ -63,12 +63,23 @@ def remove(feature: str, target: Path) -> None:
     (target / TABLE).write_text(imports.sub("", table))
 
 
+def empty_table(target: Path) -> None:
+    """Remove the other rows, too."""
+    text = (target / TABLE).read_text()
+    rows = re.search(r"^PARTS: .*? = \((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    assert rows is not None
+    assert "DataWitness" in rows[1]
+    (target / TABLE).write_text(text.replace(rows[1], "\n"))
+
+
 @pytest.mark.parametrize("part", swept_points([*PARTS, ALL], ALL))
 def test_the_kernel_works_without(part: str, tmp_path: Path) -> None:
     copy_to(tmp_path)
     for feature in PARTS.values() if part == ALL else [PARTS[part]]:
         if (tmp_path / PACKAGE / feature).exists():
             remove(feature, tmp_path)
+    if part == ALL:
+        empty_table(tmp_path)
     names = KERNEL if part == ALL else KERNEL[:2]
     tests = [f"{SINGLE}::{name}" for name in names]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests]
