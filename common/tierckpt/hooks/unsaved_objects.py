@@ -372,7 +372,8 @@ def sample_of(module: torch.nn.Module) -> list[Any]:
 
 def _shapes(value: Any) -> list[torch.Size]:
     if isinstance(value, torch.nn.Module):
-        return [param.shape for param in value.parameters()]
+        whole = "_parameters" in vars_of(value)  # else half made, or half gone, on another thread
+        return [param.shape for param in value.parameters()] if whole else []
     members = [*value.values()] if isinstance(value, dict) else value
     if not isinstance(members, (list, tuple)):
         return []
@@ -481,7 +482,11 @@ class Unsaved(Part):
         """Search at the first boundary, or if something shows a new object."""
         try:
             if self._is_due():
-                self._look()
+                try:
+                    self._look()
+                except Exception:  # of an object that another thread is about to give up
+                    gc.collect()
+                    self._look()
             elif self._copies:
                 self._compare_copies()
         except Exception as error:  # the search reads other libraries' objects

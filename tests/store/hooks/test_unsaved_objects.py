@@ -453,6 +453,29 @@ def test_an_object_that_cannot_be_inspected_costs_no_checkpoint(
     )
 
 
+def test_an_object_that_is_half_gone_does_not_end_the_search(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other threads leave them for a moment: one without its attributes, and any other error."""
+    model, opt = build()
+    looks: list[int] = []
+    look = unsaved_objects.look
+
+    def fails_once() -> Any:
+        looks.append(1)
+        return look() if len(looks) > 1 else 1 / 0
+
+    monkeypatch.setattr(unsaved_objects, "look", fails_once)
+    half = type(model).__new__(type(model))
+    pace = lr.StepLR(opt, 3)
+    with attached(model, opt, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    assert len(looks) == 2
+    assert any("StepLR" in text for text in said)
+    assert not any("the search" in text for text in said)
+    del half, pace
+
+
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_checkpointer_by_hand_in_a_framework(package: str, settings: dict[str, Any]) -> None:
     """Its integration is shown; no part of the training is, which it would store."""
