@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tierckpt.core.decisions import Vote
+from tierckpt.core.decisions import HaltRequest, Vote
 from tierckpt.core.parts import Boundary
 from tierckpt.format import VersionId
 from tierckpt.journal.journal import Journal
@@ -24,3 +24,8 @@ def monitor_of(ckpt: Any) -> Any:
 
 def journal_of(ckpt: Any) -> Any:
     return ckpt._parts.find(Journal)
+
+
+def halt_after(ckpt: Any, version: int) -> None:
+    """The job is to end after this version."""
+    ckpt._halt.ask(HaltRequest(after_version=version))
