@@ -512,7 +512,7 @@ class CheckpointerCore(abc.ABC):
         self._save_now = SaveNow(self.group, self._live, *saved, take, self.wait)
 
     def _end_parts(self, remove: bool = False) -> None:
-        call(self._parts.end, remove)
+        call(reversed(self._parts.end), remove)
 
     def _stepped_before_boundary(self) -> None:
         """Keep what the loop will have changed by the forward pass that is the boundary."""

@@ -260,7 +260,8 @@ class Part:
         return None
 
     def end(self, remove: bool) -> None:
-        """The end: no copy is in progress. `remove`: the last version is durable."""
+        """The end: no copy is in progress. `remove`: the last version is durable. The last part of
+        the table ends first: no signal waits for a disk."""
 
     def left(self, abandoned: bool) -> None:
         """The last call: only the event log is still open."""
@@ -359,6 +360,6 @@ def _silently(numbers: tuple[int, ...]) -> Callable[[Boundary], Sequence[int]]:
 
 
 def call(moment: Iterable[Callable[..., None]], *arguments: Any) -> None:
-    """Call these methods."""
+    """Call these methods. In each step the loop calls its own lists, which saves a call."""
     for method in moment:
         method(*arguments)
