@@ -51,11 +51,10 @@ from tierckpt.core.restore_plan import (
 )
 from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
-from tierckpt.storage.inventory import nothing_seen, take_inventory
+from tierckpt.storage.inventory import nothing_seen, open_persistent, take_inventory
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.notes import RollbackFiles
-from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 from .error_barrier import ErrorBarrier
 from .peers import UNKNOWN, FormerNodes
@@ -501,8 +500,6 @@ def _store_rollback(place: str, record: Rollback, config: Config) -> None:
     if place != persistent.path:
         RollbackFiles(place).store(record)
         return
-    few = RetryPolicy(tries=3)
-    made = PersistentStore(persistent.path, retry=few, **persistent.options())
-    with contextlib.closing(made) as store:
+    with contextlib.closing(open_persistent(persistent, tries=3)) as store:
         store.create()
         RollbackFiles(store).store(record)

@@ -13,8 +13,8 @@ from tierckpt.core import decisions
 from tierckpt.core.levels import LOCAL, PERSISTENT, Level
 from tierckpt.errors import PinError, TierckptError
 from tierckpt.format.ids import VersionId
+from tierckpt.storage.inventory import open_persistent
 from tierckpt.storage.marks import LocalPins, PersistentPins
-from tierckpt.storage.persistent import PersistentStore
 
 from .error_barrier import gather_or_raise
 
@@ -134,8 +134,7 @@ def mark_at(
 
 @contextmanager
 def _persistent(place: PersistentConfig, path: str = "") -> Iterator[PersistentPins]:
-    there = place.at(path or place.path)
-    with closing(PersistentStore(there.path, **there.options())) as store:
+    with closing(open_persistent(place.at(path or place.path))) as store:
         yield PersistentPins(store)
 
 

@@ -35,8 +35,8 @@ from tierckpt.format.records import TRAINING_END, RunEnd, RunRecord
 from tierckpt.group import Group
 from tierckpt.storage import answers
 from tierckpt.storage.claims import launch_of, user_name
+from tierckpt.storage.inventory import open_persistent
 from tierckpt.storage.notes import RunRecords
-from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 __all__ = [
     "RunNotes",
@@ -233,10 +233,9 @@ class RunNotes:
                 answers.ensure(self._config.directory, CLOSE_SECONDS)
                 _add(RunRecords(self._config.directory), record, end)
             if far:
-                place, few = self._config.persistent, RetryPolicy(tries=3)
+                place = self._config.persistent
                 answers.ensure(place.path, CLOSE_SECONDS)
-                made = PersistentStore(place.path, retry=few, **place.options())
-                with contextlib.closing(made) as store:
+                with contextlib.closing(open_persistent(place, tries=3)) as store:
                     store.create()
                     _add(RunRecords(store), record, end)
         except Exception as error:  # a client's own errors, too

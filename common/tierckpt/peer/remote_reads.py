@@ -24,14 +24,13 @@ from typing import Any
 from tierckpt.core.levels import AGENT, MEMORY
 from tierckpt.core.restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
 from tierckpt.errors import PeerError
-from tierckpt.format.ids import Key, ParityKey, ShardKey
+from tierckpt.format.ids import Key, ParityKey, ShardKey, VersionName
 from tierckpt.format.manifest import digest
 from tierckpt.format.records import VersionFacts
 from tierckpt.storage.file_lock import lock_shared_again
 from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
-from tierckpt.storage.persistent import VersionName
 from tierckpt.storage.slots import read_image, sealed_at
 
 from .wire import Address, Link, greet, reach

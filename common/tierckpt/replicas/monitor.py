@@ -37,10 +37,10 @@ from tierckpt.errors import ReplicaError
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.state.training_state import TrainingState
+from tierckpt.storage.inventory import open_persistent
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.marks import SuspectMarks
-from tierckpt.storage.persistent import PersistentStore
 
 from .replica_check import (
     ALIKE_AGAIN,
@@ -181,8 +181,7 @@ class Drift:
     def _mark_there(self, clean: int, run_id: str, text: str) -> None:
         """Mark versions on the persistent level. Later arrivals are marked by the agent that writes
         them."""
-        persistent = self._config.persistent
-        with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
+        with contextlib.closing(open_persistent(self._config.persistent)) as store:
             for name in store.versions():
                 of_us = self._history.is_own(name.id.generation) and name.run_id == run_id
                 if of_us and name.id.version > clean:

@@ -12,6 +12,7 @@ import logging
 import shlex
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ from tierckpt.format.ids import VersionId
 from tierckpt.restored import Restored
 from tierckpt.storage import answers, job_directory
 from tierckpt.storage.claims import MAX_FOLDERS, siblings_of, user_name, words_for
+from tierckpt.storage.inventory import open_persistent
 from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 from .progress import Progress
 from .shards import FarStore
@@ -244,11 +245,11 @@ class RestoreNotices:
     def _owner(self) -> str:
         """Holder of the persistent lease; empty if there is none or it cannot be read."""
         persistent = self._config.persistent
-        with contextlib.suppress(Exception):
-            once = RetryPolicy(tries=1)
-            made = PersistentStore(persistent.path, retry=once, **persistent.options())
-            with contextlib.closing(made) as store:
-                return store.owner()
+        with (
+            contextlib.suppress(Exception),
+            contextlib.closing(open_persistent(persistent, tries=1)) as store,
+        ):
+            return store.owner()
         return ""
 
     def restored(self, result: Restored, refused: int = 0) -> None:
@@ -379,7 +380,7 @@ class VersionSearch:
         if agent is not None:
             return agent
         answers.ensure(place.where, self._config.health_seconds)
-        return PersistentStore(place.where, **self._config.persistent.options())
+        return open_persistent(replace(self._config.persistent, path=place.where))
 
     def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:
         """Plan, read and verify the newest sound version, or `version`; the caller closes it.

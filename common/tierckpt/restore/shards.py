@@ -33,15 +33,14 @@ from tierckpt.codecs.shard_coding import Decoder, Read
 from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import Location, Source
 from tierckpt.erasure.parity_manifest import ParityManifest
-from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.errors import CorruptShardError, FormatError, PersistentError
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId, VersionName
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import ShardHeader, decode_header
 from tierckpt.peer.remote_reads import RemoteFile, RemoteNode
 from tierckpt.storage.durable import MappedFile
 from tierckpt.storage.local import LocalStore, open_encoded
-from tierckpt.storage.persistent import PersistentError, PersistentStore, VersionName
 from tierckpt.storage.slots import Slot
 
 LOST = (
@@ -90,6 +89,8 @@ MakeRoom = Callable[[Manifest, Callable[[], None]], "ShardImage"]
 
 def open_persistent(place: Location) -> FarStore:
     """Open a persistent store that needs no options."""
+    from tierckpt.storage.persistent import PersistentStore
+
     return PersistentStore(place.where)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt._text import in_words, is_url
 from tierckpt.config import PersistentConfig
@@ -24,8 +25,9 @@ from tierckpt.core.restore_plan import (
     Problem,
 )
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
-from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format.ids import ShardKey, VersionId, VersionName
 from tierckpt.format.manifest import Manifest
+from tierckpt.format.records import VersionManifest
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.marks import LocalPins
@@ -33,7 +35,9 @@ from tierckpt.storage.marks import LocalPins
 from . import answers
 from .marks import SuspectMarks, persistent_suspects
 from .notes import RollbackFiles
-from .persistent import PersistentStore, VersionManifest, VersionName
+
+if TYPE_CHECKING:
+    from .persistent import PersistentStore
 
 MANIFESTS_AT_ONCE = 8
 """Manifests that come from a store at the same time."""
@@ -227,7 +231,7 @@ def look_at_persistent(
     except answers.NoAnswerError as error:
         unseen.append(Problem.of(place, error))
         return manifests
-    if (store := _open_persistent(persistent, place, unseen)) is None:
+    if (store := _opened(persistent, place, unseen)) is None:
         return manifests
     try:
         look = partial(persistent_suspects, store)
@@ -261,7 +265,17 @@ def look_at_persistent(
     return manifests
 
 
-def _open_persistent(
+def open_persistent(persistent: PersistentConfig, tries: int | None = None) -> PersistentStore:
+    """Open the store of a persistent level; each call of it has so many `tries`, None: the usual
+    number. Only here does a training process load the store's code: when it attaches, if the
+    settings name such a level. Raises the errors of `PersistentStore`."""
+    from .persistent import PersistentStore, RetryPolicy
+
+    retry = None if tries is None else RetryPolicy(tries=tries)
+    return PersistentStore(persistent.path, retry=retry, **persistent.options())
+
+
+def _opened(
     persistent: PersistentConfig, place: Location, unseen: list[Problem]
 ) -> PersistentStore | None:
     """Open the store; None, with the reason in `unseen`, if that fails. Raises nothing, because one
@@ -272,7 +286,7 @@ def _open_persistent(
             why = f"{root.parent} does not exist; create it, unless it should have been mounted"
             unseen.append(Problem(place, why))
             return None
-        return PersistentStore(persistent.path, **persistent.options())
+        return open_persistent(persistent)
     except Exception as error:  # also of a dead mount
         unseen.append(Problem.of(place, error, _kind_of(error)))
         return None

@@ -23,15 +23,18 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt.core.restore_plan import Pin
 from tierckpt.errors import PinError
-from tierckpt.format.ids import VersionId, held_by_forks
+from tierckpt.format.ids import VersionId, VersionName, held_by_forks
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage import durable
 
 from .local import LocalStore
-from .persistent import PersistentStore, VersionName
+
+if TYPE_CHECKING:
+    from .persistent import PersistentStore
 
 __all__ = [
     "NewPins",

@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tierckpt._text import in_words
 from tierckpt.core.branches import Child, Origin, Rollback, RollbackRequest
@@ -45,7 +45,9 @@ from tierckpt.format.records import RunEnd, RunRecord, check_head, checked, head
 from tierckpt.storage.marks import LocalPins, locked_place
 
 from . import durable
-from .persistent import PersistentStore
+
+if TYPE_CHECKING:
+    from .persistent import PersistentStore
 
 __all__ = [
     "ForkMarks",
@@ -62,7 +64,7 @@ __all__ = [
 ]
 
 
-Place = str | os.PathLike[str] | PersistentStore
+Place: TypeAlias = "str | os.PathLike[str] | PersistentStore"
 
 
 class Notes:
@@ -71,16 +73,16 @@ class Notes:
 
     def __init__(self, place: Place) -> None:
         """A directory, or a store, which stays the caller's."""
-        self._place = place if isinstance(place, PersistentStore) else Path(place)
+        self._place = Path(place) if isinstance(place, str | os.PathLike) else place
 
     @property
     def where(self) -> str:
         """The place, for messages."""
-        return self._place.url if isinstance(self._place, PersistentStore) else str(self._place)
+        return str(self._place) if isinstance(self._place, Path) else self._place.url
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files at the place, or in a folder there; empty if that is missing."""
-        if isinstance(self._place, PersistentStore):
+        if not isinstance(self._place, Path):
             return sorted(n for n in self._place.notes(folder) if not n.endswith("/"))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(n for n in os.listdir(self._place / folder) if not n.startswith("."))
@@ -89,7 +91,7 @@ class Notes:
     def read(self, name: str, kind: str) -> dict[str, Any] | None:
         """The values of a note; None without one."""
         try:
-            if isinstance(self._place, PersistentStore):
+            if not isinstance(self._place, Path):
                 data = self._place.note(name)
             else:
                 with durable.open_plain(self._place / name) as file:
@@ -108,7 +110,7 @@ class Notes:
     def write(self, name: str, kind: str, values: Mapping[str, Any]) -> None:
         """Write a note, in place of an earlier one; durable at return."""
         data = with_check(json.dumps({**head_of(kind), **values}).encode())
-        if isinstance(self._place, PersistentStore):
+        if not isinstance(self._place, Path):
             self._place.put_note(name, data)
             return
         path = self._place / name
@@ -122,10 +124,10 @@ class Notes:
 
     def remove(self, name: str) -> None:
         """Remove a note, if it is there."""
-        if isinstance(self._place, PersistentStore):
-            self._place.remove_note(name)
-        else:
+        if isinstance(self._place, Path):
             durable.remove(self._place / name)
+        else:
+            self._place.remove_note(name)
 
 
 ROLLBACK_REQUEST, ROLLBACK_RECORD = "rollback-request.json", "rollback.json"
@@ -240,7 +242,7 @@ class RunRecords:
 
     def __init__(self, place: Place) -> None:
         """A directory, or a store, which stays the caller's."""
-        self._folder = None if isinstance(place, PersistentStore) else Path(place) / RUNS_FOLDER
+        self._folder = Path(place) / RUNS_FOLDER if isinstance(place, str | os.PathLike) else None
         self._notes = Notes(place)
 
     def add(self, record: RunRecord) -> None:
@@ -351,8 +353,8 @@ class ForkMarks:
 
     def __init__(self, place: Place) -> None:
         """A directory, or a store, which stays the caller's."""
-        self._store = place if isinstance(place, PersistentStore) else None
-        self._folder = Path() if isinstance(place, PersistentStore) else Path(place)
+        self._store = None if isinstance(place, str | os.PathLike) else place
+        self._folder = Path(place) if isinstance(place, str | os.PathLike) else Path()
         self._notes = Notes(place)
 
     def all(self) -> list[Child]:

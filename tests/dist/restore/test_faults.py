@@ -292,7 +292,7 @@ def look_with_a_client_that_fails(place: Place, shared: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0:
             fail = raiser(RuntimeError("ticket has expired"))
-            patch.setattr("tierckpt.storage.inventory.PersistentStore.versions", fail)
+            patch.setattr("tierckpt.storage.persistent.PersistentStore.versions", fail)
         with pytest.raises(tierckpt.RestoreError) as caught:
             attached.ckpt.restore()
     attached.ckpt.abandon()

@@ -149,7 +149,7 @@ def test_a_store_whose_client_fails_is_reported_and_not_raised(
     def fail(store: object) -> None:
         raise KeyError("ticket")
 
-    monkeypatch.setattr("tierckpt.storage.inventory.PersistentStore.versions", fail)
+    monkeypatch.setattr("tierckpt.storage.persistent.PersistentStore.versions", fail)
     unseen: list[Problem] = []
     look_at_persistent(PersistentConfig(path=str(tmp_path)), [], [], unseen, [], [], 5.0)
     assert [p.why for p in unseen] == ["KeyError: 'ticket'"]
