@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self, SupportsIndex, Unpack
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, Unpack
 
 import torch
 
@@ -24,6 +24,7 @@ from tierckpt import _milestones
 from tierckpt._text import in_words
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.config import load_config
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.peers import redundancy_groups
 from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.coordination.proof_order import order_here, redirected
@@ -40,7 +41,6 @@ from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.unsaved_objects import Unsaved
 from tierckpt.journal.journal import Journal
-from tierckpt.lineage.fork import ForkOrder, Forks, PartReport, Selection
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
@@ -51,6 +51,7 @@ from tierckpt.state.extras import check_extra
 from tierckpt.state.names import unwrap
 from tierckpt.state.training_state import label_optimizers
 from tierckpt.storage import job_directory
+from tierckpt.storage.notes import ORIGIN
 from tierckpt.storage.routed import FileFolders, VersionFiles
 
 from . import shutdown, start
@@ -59,6 +60,9 @@ from .live_state import as_number
 from .loop import CheckpointerCore, TrainingJob
 from .save_now import FinalVersion
 from .start import DataWitness
+
+if TYPE_CHECKING:
+    from tierckpt.lineage.fork import Forked, ForkOrder, Forks, PartReport, Selection
 
 __all__ = ["Checkpointer"]
 
@@ -108,13 +112,75 @@ class Traced(Part):
         return open_trace(job.config, job.group.rank, job.state.name_of, job.log)
 
 
+class OtherJobs(Part):
+    """Forks and parts of other jobs' versions, for a job that may need neither: a restore that
+    does puts `Forks` in the place of this part."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self._job = job
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Part:
+        """The `Forks` at once, if the setting names a version to begin from."""
+        return cls(job)._forks() if job.config.fork_from else cls(job)
+
+    def found_versions(self) -> None:
+        """An earlier start may have left a hold at the source."""
+        if self._has_record():
+            self._forks().found_versions()
+
+    def begin_elsewhere(
+        self,
+        order: ForkOrder | None,
+        strict: bool,
+        bar: Progress,
+        load_adapter: Callable[[Any], None],
+    ) -> Forked | None:
+        """Do as `Forks.begin_elsewhere`, if some rank has an order or a record."""
+        config, group = self._job.config, self._job.group
+        asked = order is not None or bool(config.persistent.path) or self._has_record()
+        if not any(group.all_gather_object(asked)):
+            return None
+        with ErrorBarrier(group):
+            forks = self._forks()
+        return forks.begin_elsewhere(order, strict, bar, load_adapter)
+
+    def load_parts(
+        self, text: str, selection: Selection, strict: bool, bar: Progress
+    ) -> PartReport:
+        """Do as `Forks.load_parts`."""
+        with ErrorBarrier(self._job.group):
+            forks = self._forks()
+        return forks.load_parts(text, selection, strict, bar)
+
+    def _has_record(self) -> bool:
+        """Whether a record of the job's origin is on this node, or cannot be looked for."""
+        for place in (self._job.config.directory, self._job.resources.job.path):
+            try:
+                os.lstat(os.path.join(place, ORIGIN))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                pass
+            return True
+        return False
+
+    def _forks(self) -> Forks:
+        from tierckpt.lineage.fork import Forks
+
+        forks = Forks.of(self._job)
+        if self.owner is not None:
+            self.owner.replace(self, forks)
+        return forks
+
+
 PARTS: tuple[type[Part], ...] = (
     Unsaved,
     DataWitness,
     EpochEnds,
     Traced,
     Heartbeat,
-    Forks,
+    OtherJobs,
     Journal,
     UserCallbacks,
     Unchanged,
@@ -426,7 +492,11 @@ class Checkpointer(CheckpointerCore):
         only: str | Sequence[str] | None,
         map: Mapping[str, str] | None,
         strict: bool,
-    ) -> ForkOrder:
+    ) -> ForkOrder | None:
+        if fork_from is None and only is None and not map:
+            return None
+        from tierckpt.lineage.fork import ForkOrder, Selection
+
         selection = Selection.of(only, map)
         source = "" if fork_from is None else os.fspath(fork_from)
         if source and version is not None:
@@ -471,6 +541,8 @@ class Checkpointer(CheckpointerCore):
         Raises RestoreError on all ranks, with nothing changed, if there is no such version, or in
         the middle of a gradient accumulation: its gradients belong to the weights before.
         """
+        from tierckpt.lineage.fork import Selection
+
         selection = Selection.of(only, map)
         assert selection is not None
         self._refuse_closed("load_from()", RestoreError)

@@ -433,7 +433,7 @@ class Restart:
     # --- a restore ------------------------------------------------------------------------------
 
     def restore(
-        self, version: int | None, strict: bool, bar: Progress, fork: ForkOrder
+        self, version: int | None, strict: bool, bar: Progress, fork: ForkOrder | None
     ) -> Restored:
         """Restore the newest sound version, or this one, and the journal's steps after it; without
         a version as `fork` orders. Raises the errors of `Checkpointer.restore`."""
@@ -452,7 +452,7 @@ class Restart:
             assert replay is not None
             most, unrepeated = replay.exact, replay.unrepeated
             session, attempt = self._find(version, bar)
-        return self._begin_elsewhere(session, fork, bar)
+        return self._begin_elsewhere(session, fork, strict, bar)
 
     def _find(
         self, version: int | None, bar: Progress
@@ -571,13 +571,13 @@ class Restart:
             return session.report(loaded.result)
 
     def _begin_elsewhere(
-        self, session: RestoreSession, order: ForkOrder, bar: Progress
+        self, session: RestoreSession, order: ForkOrder | None, strict: bool, bar: Progress
     ) -> Restored:
         """Begin this job, which has no version of its own, from a version of another job, if one
         was ordered; else from nothing. Raises as `_begin_with`."""
         forked: Forked | None = None
         for begin_elsewhere in self._parts.begin_elsewhere:
-            forked = begin_elsewhere(order, bar, self._live.adapter.load)
+            forked = begin_elsewhere(order, strict, bar, self._live.adapter.load)
         if forked is None:
             with ErrorBarrier(self._group) as error_barrier:
                 self._levels.meet(error_barrier)

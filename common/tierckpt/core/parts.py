@@ -221,7 +221,7 @@ class Part:
     def found_versions(self) -> None:
         """This start found versions of the job, and has loaded one."""
 
-    def begin_elsewhere(self, order: Any, bar: Any, load_adapter: Any) -> Any:
+    def begin_elsewhere(self, order: Any, strict: bool, bar: Any, load_adapter: Any) -> Any:
         """This start found no version of the job: load one of another job, see `Forks`."""
         raise NotImplementedError
 
@@ -290,6 +290,12 @@ class Parts:
                     part.owner, self._all[i] = self, part
         finally:
             self.refresh()
+
+    def replace(self, part: Part, by: Part) -> None:
+        """Put another part in the place of one that is no more than its beginning."""
+        self._all[self._all.index(part)] = by
+        by.owner = self
+        self.refresh()
 
     def find(self, kind: type[T]) -> T | None:
         """The part of this kind, if there is one."""

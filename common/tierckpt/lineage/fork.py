@@ -511,14 +511,19 @@ class Forks(Part):
         self.marks.has_versions()
 
     def begin_elsewhere(
-        self, order: ForkOrder, bar: Progress, load_adapter: Callable[[Any], None]
+        self,
+        order: ForkOrder | None,
+        strict: bool,
+        bar: Progress,
+        load_adapter: Callable[[Any], None],
     ) -> Forked | None:
         """Load the version that this job is to begin from; None if there is no such order. For a
-        job without any version of its own.
+        job without any version of its own. `order`: None if the call of `restore()` says nothing.
 
         Raises RestoreError on all ranks if the orders contradict each other or the version is not
         there, and StateMismatchError if it does not fit; nothing was changed then.
         """
+        order = order or ForkOrder(strict=strict)
         record, text = self.marks.orders(order.source or self._config.fork_from)
         if record is None and not text:
             return None

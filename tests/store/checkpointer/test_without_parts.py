@@ -20,6 +20,7 @@ PACKAGE = Path("common/tierckpt")
 TABLE = PACKAGE / "checkpointer/checkpointer.py"
 PARTS = {
     "epoch ends": "hooks/epoch_ends.py",
+    "forks": "lineage/fork.py",
     "goodput": "goodput",
     "halt": "halt",
     "journal": "journal",
