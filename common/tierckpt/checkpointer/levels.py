@@ -71,7 +71,6 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.format.records import VersionFacts
 from tierckpt.group import Group, Node
 from tierckpt.lineage.run_notes import RunNotes
-from tierckpt.restore.shards import ShardImage
 from tierckpt.restored import Restored
 from tierckpt.storage.job_directory import JobDirectory, job_directory
 from tierckpt.storage.local import LocalStore
@@ -82,6 +81,7 @@ from tierckpt.storage.slots import Slot, seal_area_bytes
 from .node_resources import NodeResources
 
 if TYPE_CHECKING:
+    from tierckpt.restore.shards import ShardImage
     from tierckpt.restore.verification import VerifiedVersion
 
 __all__ = [

@@ -47,8 +47,6 @@ from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group, Node
 from tierckpt.hooks.iterations import Accumulation
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.session import LoadedVersion, RestoreSession
-from tierckpt.restore.verification import VerifiedVersion, all_finished
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.sampler import Position
@@ -71,6 +69,8 @@ from .shutdown import Finished
 if TYPE_CHECKING:
     from tierckpt.journal.replay import Replay
     from tierckpt.lineage.fork import Forked, ForkOrder, PartReport, Selection
+    from tierckpt.restore.session import LoadedVersion, RestoreSession
+    from tierckpt.restore.verification import VerifiedVersion
 
     from .loop import TrainingJob
 
@@ -464,6 +464,8 @@ class Restart:
         levels.agreement.even_out()  # the copier may wait for a vote
         error_barrier = ErrorBarrier(self._group)
         with error_barrier:
+            from tierckpt.restore.session import RestoreSession
+
             self._complete()
             call(self._parts.pause)
             levels.agreement.void()
@@ -552,6 +554,8 @@ class Restart:
     ) -> Restored:
         """Begin a run with a loaded version. Raises StateTornError on all ranks if one of them
         cannot."""
+        from tierckpt.restore.verification import all_finished
+
         error_barrier = ErrorBarrier(self._group, attempt.incomplete)
         with error_barrier:
             self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
@@ -582,6 +586,8 @@ class Restart:
             with ErrorBarrier(self._group) as error_barrier:
                 self._levels.meet(error_barrier)
                 return session.report(Restored(0))
+        from tierckpt.restore.verification import all_finished
+
         self._levels.run_notes.fork = forked.result.forked_from
         error_barrier = ErrorBarrier(self._group, forked.found.incomplete)
         with contextlib.closing(forked.found), error_barrier:

@@ -20,7 +20,7 @@ import ctypes
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -46,8 +46,10 @@ from tierckpt.state.training_state import (
 from tierckpt.state.tree_codec import foreign_values
 from tierckpt.storage.durable import populate
 
-from .imported import ImportedNames
 from .shards import Part
+
+if TYPE_CHECKING:
+    from .imported import ImportedNames
 
 SMALL_BYTES = 64 * 1024
 """torch takes longer to prepare the copy of so few bytes than to copy them."""
@@ -305,6 +307,8 @@ class Loader:
         """Use the live names for what an imported version has; None for any other version."""
         if "imported" not in self.saved:
             return None
+        from .imported import ImportedNames
+
         found = ImportedNames(self.state, self._live, self.specs, self.structure, self.saved)
         self.specs, self.structure, self.saved = found.specs, found.structure, found.saved
         return found

@@ -14,20 +14,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tierckpt._text import in_words
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import ParitySource, Rebuild, RestorePlan, Source
-from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError, RestoreError
 from tierckpt.format.ids import ParityKey
 from tierckpt.format.shard_file import ShardSummary
 from tierckpt.group import Group
-from tierckpt.peer.parity_file import Read, check_parity
-from tierckpt.peer.windows import Rebuilding
 from tierckpt.restored import TransferStats
 
 from .shards import (
@@ -40,6 +37,11 @@ from .shards import (
     in_memory,
     open_parity,
 )
+
+if TYPE_CHECKING:
+    from tierckpt.erasure.parity_manifest import ParityManifest
+    from tierckpt.peer.parity_file import Read
+    from tierckpt.peer.windows import Rebuilding
 
 BROADCAST_BYTES = 64 * 1024 * 1024
 """Size of a broadcast window: the most that a rank holds of shards that other ranks read."""
@@ -240,6 +242,8 @@ class Parities:
         self._checks.append((source, self._pool.submit(self._check, source, record, file)))
 
     def _check(self, source: ParitySource, record: ParityManifest, file: ParityImage) -> None:
+        from tierckpt.peer.parity_file import check_parity
+
         self._on_read(check_parity(record, reader_of(file.view, file.bring), source.segments))
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
@@ -251,6 +255,11 @@ class Parities:
     ) -> None:
         """Allocate the shards that this rank makes, before any rank waits for another. `images` are
         the shards this rank has read. Raises RestoreError if there is no memory."""
+        if not self._plan.rebuilds:
+            return
+        from tierckpt.erasure.parity_manifest import ParityManifest
+        from tierckpt.peer.windows import Rebuilding
+
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
             views: dict[int, memoryview] = {}

@@ -25,23 +25,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tierckpt._text import in_words
 from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.shard_coding import Decoder, Read
 from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import Location, Source
-from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError, PersistentError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId, VersionName
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import ShardHeader, decode_header
-from tierckpt.peer.remote_reads import RemoteFile, RemoteNode
 from tierckpt.storage.durable import MappedFile
 from tierckpt.storage.local import LocalStore, open_encoded
 from tierckpt.storage.slots import Slot
+
+if TYPE_CHECKING:
+    from tierckpt.erasure.parity_manifest import ParityManifest
+    from tierckpt.peer.remote_reads import RemoteFile
 
 LOST = (
     OSError,
@@ -311,6 +313,9 @@ def open_parity(
     key: ParityKey, place: Location, open_store: OpenStore
 ) -> tuple[ParityManifest, ParityImage]:
     """Map a parity; only its manifest is decoded. Raises the errors in `LOST`."""
+    from tierckpt.erasure.parity_manifest import ParityManifest
+    from tierckpt.peer.remote_reads import RemoteNode
+
     if not place.is_far:
         store = LocalStore(place.where)
         record = ParityManifest.decode(store.read_manifest(key))

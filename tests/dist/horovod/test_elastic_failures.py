@@ -19,7 +19,6 @@ from tests.support import exact
 from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
-from tierckpt.checkpointer import start
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.restore import session, verification
 
@@ -66,7 +65,7 @@ def all_loaded(_: Any, together: ErrorBarrier) -> None:
 END = ErrorBarrier.__exit__
 TORN: Instead = (verification.VerifiedVersion, "visit", half_loaded)
 BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
-BEHIND: Instead = (start, "all_finished", all_loaded)
+BEHIND: Instead = (verification, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 
