@@ -30,7 +30,7 @@ from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.coordination.proof_order import order_here, redirected
 from tierckpt.core.decisions import Reason
 from tierckpt.core.levels import MEMORY
-from tierckpt.core.parts import Boundary, Part, call
+from tierckpt.core.parts import Boundary, Part, VoteField, call
 from tierckpt.errors import ConfigError, PinError, RestoreError, TierckptError
 from tierckpt.events import Callback, JobEnd, check_receiver
 from tierckpt.format.ids import VersionId
@@ -40,8 +40,7 @@ from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.unsaved_objects import Unsaved
-from tierckpt.journal.journal import Journal
-from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.journal import Journaled
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
@@ -110,6 +109,22 @@ class Traced(Part):
         from tierckpt.tracing.recorder import open_trace
 
         return open_trace(job.config, job.group.rank, job.state.name_of, job.log)
+
+
+class Compared(Part):
+    """The check that replicas are equal; a job of one rank does not load it."""
+
+    votes = VoteField("check"), VoteField("check_complement")
+    """See `ReplicaMonitor`."""
+
+    @classmethod
+    def of(cls, job: TrainingJob) -> Part | None:
+        """A `ReplicaMonitor`, if there are several ranks."""
+        if job.group.size == 1:
+            return None
+        from tierckpt.replicas.monitor import ReplicaMonitor
+
+        return ReplicaMonitor.of(job)
 
 
 class OtherJobs(Part):
@@ -181,10 +196,10 @@ PARTS: tuple[type[Part], ...] = (
     Traced,
     Heartbeat,
     OtherJobs,
-    Journal,
+    Journaled,
     UserCallbacks,
     Unchanged,
-    ReplicaMonitor,
+    Compared,
     HaltController,
 )
 """The features, in the order in which each moment calls them. A new one is a row here."""

@@ -91,7 +91,7 @@ class Part:
     @classmethod
     def of(cls, job: TrainingJob) -> Part | None:
         """The part of this job; None if its settings do without. It may be of another class, whose
-        module is imported only here; not one with `votes`. With `early`, only `log` and what
+        module is imported only here, with the same `votes`. With `early`, only `log` and what
         comes before it are there."""
         raise NotImplementedError
 
@@ -287,6 +287,7 @@ class Parts:
         try:
             for i, kind in enumerate(self._table):
                 if kind.early == early and (part := kind.of(job)) is not None:
+                    assert part.votes == kind.votes
                     part.owner, self._all[i] = self, part
         finally:
             self.refresh()

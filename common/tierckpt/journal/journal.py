@@ -1,4 +1,4 @@
-"""The journal of a job that keeps none: a job without one loads no more than this."""
+"""The journal of a job that keeps none, and has files of an earlier run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from tierckpt.core.parts import Boundary, Part
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 
-from .segments import FOLDER, NOT_SET, FileOwner, names_in, remove_all, unused_journal
+from . import FOLDER
+from .segments import NOT_SET, FileOwner, names_in, remove_all, unused_journal
 
 if TYPE_CHECKING:
-    from tierckpt.checkpointer.adapter import Adapter
-    from tierckpt.checkpointer.loop import TrainingJob
     from tierckpt.coordination.agreement import Agreement
-    from tierckpt.state.training_state import TrainingState
 
 CLOSE_SECONDS = 10.0
 """How long `close` waits for a disk."""
@@ -32,23 +30,6 @@ class Journal(Part):
 
     unused = NOT_SET
     """The reason why a restart makes no steps again, and the remedy."""
-
-    @classmethod
-    def check(cls, config: Config, state: TrainingState, adapter: Adapter) -> None:
-        """Refuse steps that cannot be made again exactly."""
-        if config.local.journal_steps:
-            from .steps import check_support
-
-            check_support(config, state, adapter.repeats_steps, adapter.step_class)
-
-    @classmethod
-    def of(cls, job: TrainingJob) -> Journal:
-        """The recorder, if the setting asks for it."""
-        if not job.config.local.journal_steps:
-            return cls(job.config, job.group, job.node, job.agreement)
-        from .recorder import JournalRecorder
-
-        return JournalRecorder(job)
 
     def __init__(self, config: Config, group: Group, node: Node, agreement: Agreement) -> None:
         """All arguments stay their owners'. `node`: that of this rank."""

@@ -35,6 +35,8 @@ from tierckpt.format.manifest import Manifest, verify_shard
 from tierckpt.group import Node
 from tierckpt.storage.durable import MappedFile, open_plain, remove
 
+from . import FOLDER
+
 if TYPE_CHECKING:
     from tierckpt.offline.survey import Survey
 
@@ -225,10 +227,6 @@ def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> s
     version that it may begin with: all but the newest `keep` up to `safe`, and later ones."""
     known = sorted(each for each in {*bases} if safe is not None and each <= safe)
     return {*known[: max(len(known) - keep, 0)]}
-
-
-FOLDER = "journal"
-"""Folder of the journal in the directory of the local level."""
 
 
 @dataclass(frozen=True)

@@ -200,10 +200,8 @@ class ReplicaMonitor(Part):
     """The digest of the slice hashed at the previous boundary, see `replica_check.as_vote`."""
 
     @classmethod
-    def of(cls, job: TrainingJob) -> Self | None:
-        """Of every job of several ranks."""
-        if job.group.size == 1:
-            return None
+    def of(cls, job: TrainingJob) -> Self:
+        """Of a job of several ranks."""
         config, group, reports = job.config, job.group, job.reports
         levels = job.history, job.agreement, job.levels.promotion.spared
         drift = Drift(config, group, job.node, job.resources.job, *levels, reports)
