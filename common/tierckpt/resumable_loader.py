@@ -37,6 +37,7 @@ from tierckpt.state import tree_codec
 from tierckpt.state.extras import (
     Generator,
     HeldGenerators,
+    LoaderPlace,
     generator_state,
     is_generator,
     load_extra,
@@ -102,7 +103,7 @@ class _Streams:
         return bool(mine != theirs)
 
 
-class ResumableLoader(Generic[Batch]):
+class ResumableLoader(LoaderPlace, Generic[Batch]):
     """Iterates over a loader, one pass per epoch, and can be resumed at any batch.
 
     Give it to the checkpointer in `extra_per_rank`. Exact for torch's `DataLoader` with any number

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from .errors import ConfigError, TierckptError
+from .state.extras import DataPlace
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Deal:
 
 
 @dataclass
-class Position:
+class Position(DataPlace):
     """The training's place in the data: the same on all ranks, so it belongs into `extra`."""
 
     is_place: ClassVar = True

@@ -44,9 +44,8 @@ from tierckpt.journal import Journaled
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
-from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.settings import Settings, with_settings
-from tierckpt.state.extras import check_extra
+from tierckpt.state.extras import LoaderPlace, check_extra
 from tierckpt.state.names import unwrap
 from tierckpt.state.training_state import label_optimizers
 from tierckpt.storage import job_directory
@@ -494,7 +493,7 @@ class Checkpointer(CheckpointerCore):
                 self._agreement.settle()
                 raise
         for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
-            if isinstance(obj, ResumableLoader):
+            if isinstance(obj, LoaderPlace):
                 obj.restored()
         _milestones.reached(_milestones.RESTORED)
         call(self._parts.restored, self.restored)

@@ -23,6 +23,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -48,15 +49,12 @@ from tierckpt.group import Group, Node
 from tierckpt.hooks.iterations import Accumulation
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
-from tierckpt.resumable_loader import ResumableLoader
-from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
 from tierckpt.state.counters import is_metric
-from tierckpt.state.extras import first_values, is_generator
+from tierckpt.state.extras import DataPlace, LoaderPlace, first_values, is_generator
 from tierckpt.state.names import named_modules
 from tierckpt.state.optimizers import refuse_model
 from tierckpt.state.training_state import TrainingState, label_optimizers
-from tierckpt.state.witness import Comparison
 from tierckpt.storage import health, slots
 from tierckpt.storage.job_directory import job_directory
 
@@ -71,6 +69,7 @@ if TYPE_CHECKING:
     from tierckpt.lineage.fork import Forked, ForkOrder, PartReport, Selection
     from tierckpt.restore.session import LoadedVersion, RestoreSession
     from tierckpt.restore.verification import VerifiedVersion
+    from tierckpt.state.witness import Comparison
 
     from .loop import TrainingJob
 
@@ -254,7 +253,7 @@ def _needs(
     return needs, slots_bytes
 
 
-PLACES = (Position, DataLoader, Sampler)
+PLACES = (DataPlace, DataLoader, Sampler)
 """Objects that know a place in the data, and cannot give a batch again."""
 OTHER_DATA = (
     "{name} on {ranks}: its data after the restore of v{version} are not those that the job had. "
@@ -324,7 +323,7 @@ class DataWitness(Part):
         self.sleep("step_begins", "iteration_ends")
         self._compare_weights()
         for _, each in self._objects():
-            if isinstance(each, ResumableLoader):
+            if isinstance(each, LoaderPlace):
                 each.step_begins()
         found = dict(self._comparisons())
         why = [f"{name}: {each.text()}" for name, each in found.items() if each.differences]
@@ -390,9 +389,12 @@ class DataWitness(Part):
 
     def _comparisons(self) -> Iterator[tuple[str, Comparison]]:
         """Those of all objects that have one: loaders, and the states of frameworks' loops."""
+        witness = sys.modules.get("tierckpt.state.witness")  # what makes one has imported it
+        if witness is None:
+            return
         for name, each in self._objects():
             found = getattr(each, "comparison", None)
-            if isinstance(found, Comparison):
+            if isinstance(found, witness.Comparison):
                 yield name, found
 
     def _say_unwitnessed(self, witnessed: set[str]) -> None:

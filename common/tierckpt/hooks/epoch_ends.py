@@ -13,29 +13,28 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
 from tierckpt.core.parts import Part
-from tierckpt.resumable_loader import ResumableLoader
-from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
-from tierckpt.state.extras import Generator
+from tierckpt.state.extras import DataPlace, Generator, LoaderPlace
 from tierckpt.state.training_state import TrainingState
 
 if TYPE_CHECKING:
     from tierckpt.checkpointer.loop import TrainingJob
+    from tierckpt.resumable_loader import ResumableLoader
+    from tierckpt.sampler import Position
 
-Place = ResumableLoader[Any] | Position
-"""The objects that know the loop's position in the data."""
+    Place = ResumableLoader[Any] | Position
+
 HELD = (
     "the loop took {count} batches before its first step, and one before each later one. If it "
     "prefetches, a restart loses what it holds at a boundary, and trains on other batches: {cure}"
 )
 ONE_HELD = "give ResumableLoader(loader, ahead=1)"
 MORE_HELD = "let it hold one at most, with ResumableLoader(loader, ahead=1), and workers load more"
-KINDS = (ResumableLoader, Position)
 
 
 class EpochEnds(Part):
@@ -56,19 +55,19 @@ class EpochEnds(Part):
         self._at_end: dict[int, tuple[int, Any]] = {}
         """By `id()` of a place, at the last boundary or step of an epoch: number, and `_mark`."""
         for place in self._places():
-            if isinstance(place, ResumableLoader):
+            if isinstance(place, LoaderPlace):
                 place.has_boundaries = True
 
     def boundary_begins(self, in_forward: bool) -> None:
         """Record a boundary in the forward pass of the next iteration."""
         for place in self._places() if in_forward else ():
-            if isinstance(place, ResumableLoader):
+            if isinstance(place, LoaderPlace):
                 place.met_boundary()
 
     def stepped(self) -> None:
         """Record an optimizer step whose boundary comes later, in a forward pass."""
         for place in self._places():
-            if isinstance(place, ResumableLoader):
+            if isinstance(place, LoaderPlace):
                 place.stepped()
                 self._note_end(place)
             elif place.note_end is None:  # its batch is reported after the optimizer's step
@@ -81,7 +80,7 @@ class EpochEnds(Part):
         for place in self._places():
             place.passed()
             self._note_end(place)
-            if isinstance(place, ResumableLoader) and place.held and not self._held_is_said:
+            if isinstance(place, LoaderPlace) and place.held and not self._held_is_said:
                 self._held_is_said = True
                 cure = ONE_HELD if place.held == 1 else MORE_HELD
                 self._say(HELD.format(count=place.held + 1, cure=cure), logging.WARNING)
@@ -113,7 +112,8 @@ class EpochEnds(Part):
 
     def _places(self) -> Iterator[Place]:
         for objects in (self._state.extra, self._state.extra_per_rank):
-            yield from (each for each in objects.values() if isinstance(each, KINDS))
+            places = (each for each in objects.values() if isinstance(each, DataPlace))
+            yield from cast("Iterator[Place]", places)
 
     def _mark(self) -> Any:
         """Return a mark that differs once an object or an option has changed. For tensors, of which
@@ -128,7 +128,7 @@ class EpochEnds(Part):
                 (name, each.state_dict())
                 for extra in (self._state.extra, self._state.extra_per_rank)
                 for name, each in extra.items()
-                if not isinstance(each, (*KINDS, Generator))
+                if not isinstance(each, (DataPlace, Generator))
             ]
             return tree_codec.pack([options, objects], "extra", _written)
         except Exception:  # the code that takes the version meets the error, and reports it

@@ -25,10 +25,8 @@ from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.records import VersionFacts
 from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.group import Group
-from tierckpt.resumable_loader import ResumableLoader
-from tierckpt.sampler import Position
 from tierckpt.state import tree_codec
-from tierckpt.state.extras import Generator, PlainValues
+from tierckpt.state.extras import DataPlace, Generator, LoaderPlace, PlainValues
 from tierckpt.state.process_state import Switches, pack_rng
 from tierckpt.state.training_state import FILES, TrainingState
 from tierckpt.state.tree_codec import EncodedTree
@@ -96,8 +94,7 @@ All ranks read these votes at the same boundary."""
 LEAVES_WEIGHTS = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
-    ResumableLoader,
-    Position,
+    DataPlace,
     PlainValues,
     *get_args(Generator),
 )
@@ -142,7 +139,7 @@ class Staging:
         self.drop_streams()
         try:
             objects = self._state.extra_per_rank.items()
-            early = {n: o for n, o in objects if not isinstance(o, ResumableLoader)}
+            early = {n: o for n, o in objects if not isinstance(o, LoaderPlace)}
             self._streams = self._pack_own(early)  # a loader's position: see `_pack_loaders`
         except Exception as error:
             self._failed = error
@@ -300,7 +297,7 @@ class Staging:
         """Pack the loaders of a loop without `step()`: the batches drawn since the step count, and
         a scheduler may have been stepped since."""
         for name, obj in self._state.extra_per_rank.items():
-            if isinstance(obj, ResumableLoader):
+            if isinstance(obj, LoaderPlace):
                 packed = tree_codec.pack(obj.state_dict(in_forward=True), name, arena.keep)
                 own["extra_per_rank"][name] = packed
 

@@ -31,8 +31,10 @@ from .process_state import load_numpy, load_python, numpy_state, python_state
 __all__ = [
     "EXTRA_STATES",
     "PLAIN_VALUES",
+    "DataPlace",
     "ExtraStates",
     "HeldGenerators",
+    "LoaderPlace",
     "PlainValues",
     "check_extra",
     "first_values",
@@ -80,6 +82,27 @@ def check_extra(argument: str, name: str, obj: Any) -> None:
             f"{argument}[{name!r}] is a {type(obj).__name__} without state_dict() and "
             "load_state_dict(); give it both, or wrap it in an object that has them."
         )
+
+
+class DataPlace:
+    """The loop's position in the data. Derived from it: a sampler's `Position`, `ResumableLoader`;
+    a job without them does not load their modules."""
+
+
+class LoaderPlace(DataPlace):
+    """What the checkpointer calls of a `ResumableLoader`; see there."""
+
+    def restored(self) -> None:
+        """A restore ends."""
+        raise NotImplementedError
+
+    def step_begins(self) -> None:
+        """The first step after a restore begins."""
+        raise NotImplementedError
+
+    def state_dict(self, in_forward: bool = False) -> dict[str, Any]:
+        """The position."""
+        raise NotImplementedError
 
 
 def is_place(obj: Any) -> bool:
