@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,9 +37,8 @@ from tierckpt.coordination.peers import Groups
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.versions import Reports, SlotHandoff
 from tierckpt.core.decisions import VOID, VOTE_WIDTH, EarlyEnd, Schedule, Vote
-from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, Level
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, UNMEASURED, Level
 from tierckpt.core.parts import Boundary, Part, Parts, call
-from tierckpt.core.tuning import UNKNOWN, StepTimer
 from tierckpt.events import Callback
 from tierckpt.format.ids import VersionId
 from tierckpt.format.records import VersionFacts
@@ -60,6 +59,9 @@ from .live_state import LiveState, Position
 from .save_now import SaveNow
 from .shutdown import Finished
 from .start import Restart
+
+if TYPE_CHECKING:
+    from tierckpt.core.tuning import StepTimer
 
 __all__ = ["ActiveSnapshot", "CheckpointerCore", "Rounds", "TrainingJob"]
 
@@ -162,7 +164,7 @@ class Rounds:
         self._agreement.launch(
             newest,
             busy={MEMORY: not has_room, LOCAL: writes},
-            figures=self._meter.figures() if self._meter is not None else UNKNOWN,
+            figures=self._meter.figures() if self._meter is not None else UNMEASURED,
             adapter=adapter,
             place=at.place,
             wanted=at.wanted,
@@ -422,8 +424,11 @@ class CheckpointerCore(abc.ABC):
         self._levels, self._history, self._agent = job.levels, job.history, job.agent
         self._sealed = job.sealed
         self._schedule = Schedule(self.config)
-        automatic = self._schedule.tuner.every_steps
-        self._meter = StepTimer("persistent" in automatic) if automatic else None
+        self._meter: StepTimer | None = None
+        if (tuner := self._schedule.tuner) is not None:
+            from tierckpt.core.tuning import StepTimer
+
+            self._meter = StepTimer("persistent" in tuner.every_steps)
         self._rounds = Rounds(self.config, self._schedule, self._meter, self._levels)
 
     def _prepare_copies(self, undo: contextlib.ExitStack) -> None:

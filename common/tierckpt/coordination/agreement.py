@@ -27,6 +27,7 @@ from tierckpt.core.levels import (
     AWAITED,
     BROKEN,
     DONE,
+    FREE,
     INTERVALS,
     LEDGERS,
     LOCAL,
@@ -35,11 +36,12 @@ from tierckpt.core.levels import (
     PENDING,
     PERSISTENT,
     REMEMBERED,
+    UNMEASURED,
+    CostEstimate,
     Ledger,
     Level,
     superseded_by,
 )
-from tierckpt.core.tuning import FREE, UNKNOWN, CostEstimate
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
@@ -157,7 +159,7 @@ class Agreement:
         self,
         newest: VersionId,
         busy: Mapping[Level, bool] = MappingProxyType({}),
-        figures: CostEstimate = UNKNOWN,
+        figures: CostEstimate = UNMEASURED,
         adapter: int = 0,
         place: int = 0,
         wanted: bool = False,

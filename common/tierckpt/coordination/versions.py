@@ -42,7 +42,6 @@ from tierckpt.core.levels import (
     Level,
     place_of,
 )
-from tierckpt.core.tuning import Change
 from tierckpt.events import EventLog, JobEnd
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
@@ -54,6 +53,7 @@ from tierckpt.storage.slots import Slot, seal_area_bytes
 from .agreement import Agreement
 
 if TYPE_CHECKING:
+    from tierckpt.core.tuning import Change
     from tierckpt.snapshot.snapshot import ChooseSlot, Snapshot
 
 __all__ = ["Reports", "SlotHandoff"]

@@ -25,14 +25,26 @@ from functools import lru_cache
 from itertools import chain, compress, count
 from operator import itemgetter
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from tierckpt._text import in_words
 from tierckpt.config import AUTO, Config, Steps
-from tierckpt.core.tuning import Change, Cost, CostEstimate, Tuner
 from tierckpt.errors import FormatError
 
-from .levels import DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, Facts, Level
+from .levels import (
+    DONE,
+    INTERVALS,
+    LEDGERS,
+    LOCAL,
+    MEMORY,
+    Cost,
+    CostEstimate,
+    Facts,
+    Level,
+)
+
+if TYPE_CHECKING:
+    from .tuning import Change, Tuner
 
 __all__ = [
     "FORMAT_VERSION",
@@ -283,7 +295,7 @@ class LevelVote(NamedTuple):
     time_left: int = 1
     """0 when a time-based version is due by this rank's clock."""
     less_us: int = 0
-    """This and the next field: `tuning.Cost` on this rank, negative, so that the minimum is the
+    """This and the next field: `levels.Cost` on this rank, negative, so that the minimum is the
     largest cost."""
     less_steps: int = 0
 
@@ -338,7 +350,7 @@ class Vote(NamedTuple):
     """Metric of the same version: the value of rank 0's user, see `as_vote`; NO_METRIC from all
     other ranks, so that the minimum is rank 0's."""
     less_step_us: int = 0
-    """Duration of a step, from `tuning.CostEstimate`, negative as `less_bytes` is."""
+    """Duration of a step, from `levels.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
     """The adapter's vote, see `Adapter.vote`."""
     no_close: int = 1
@@ -417,20 +429,23 @@ class Schedule:
     """Levels whose due version was already reported as skipped."""
     requested: frozenset[Level] = frozenset()
     """Levels that have not yet taken the version that a user requested."""
-    tuner: Tuner = field(init=False)
-    """Chooses the automatic intervals."""
+    tuner: Tuner | None = field(init=False, default=None)
+    """Chooses the automatic intervals; None if there are none."""
     seen: int = 0
     """The version of the last boundary."""
 
     def __post_init__(self) -> None:
         """Start with the first intervals."""
-        self.tuner = Tuner(self.config)
         # A request goes to the levels that a save waits for, whatever their intervals are.
         used = [level for level in INTERVALS if level.facts.awaited or self.config.uses(level)]
         self._ways = {level: {level, level.source or level} for level in used}
         self._every_steps: dict[Level, Steps] = {
             level: getattr(self.config, level).every_steps for level in INTERVALS
         }
+        if AUTO in self._every_steps.values():
+            from tierckpt.core.tuning import Tuner
+
+            self.tuner = Tuner(self.config)
 
     def start_at(self, version: int) -> None:
         """Start after a restore: nothing is due before the intervals have passed again."""
@@ -455,13 +470,14 @@ class Schedule:
     def _steps_passed(self, level: Level, version: int) -> bool:
         every = self._every_steps[level]
         if every == AUTO:
+            assert self.tuner is not None
             return self.tuner.due(level, self.last[level], version)
         return _crossed(self.last[level], version, every)
 
     def decide(self, version: int, agreed: Vote) -> Decision:
         """Decide which levels take the version; a version that had to be skipped stays due."""
-        automatic = bool(self.tuner.every_steps)
-        changes = self.tuner.heed(version, self.seen, agreed.figures) if automatic else ()
+        tuner = self.tuner
+        changes = () if tuner is None else tuner.heed(version, self.seen, agreed.figures)
         decision = self._decide(version, agreed)
         self.seen = version
         return replace(decision, changes=changes) if changes else decision

@@ -2,14 +2,17 @@
 
 Pure. Votes, ledgers, the schedule, intervals, reports and restore plans iterate over the table, so
 a new level is one row here, its settings in `config`, and the code that stores and finds shards. A
-ledger has the versions of a level that are complete on all ranks.
+ledger has the versions of a level that are complete on all ranks. What a version costs on each is
+measured by `tuning`, for intervals that are automatic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from tierckpt.config import Config
 from tierckpt.format.ids import VersionId
@@ -20,6 +23,7 @@ __all__ = [
     "BROKEN",
     "DONE",
     "FAR",
+    "FREE",
     "INTERVALS",
     "LEDGERS",
     "LOCAL",
@@ -30,6 +34,9 @@ __all__ = [
     "PERSISTENT",
     "RANK",
     "REMEMBERED",
+    "UNMEASURED",
+    "Cost",
+    "CostEstimate",
     "Facts",
     "Interval",
     "Ledger",
@@ -193,3 +200,30 @@ def place_of(level: Level, config: Config) -> str:
     if level == LOCAL:
         return config.directory
     return level.facts.place or str(getattr(config, level).path)
+
+
+class Cost(NamedTuple):
+    """Cost of a version on one level; 0: not known yet."""
+
+    us: int = 0
+    """Microseconds that a version adds to the steps during which it is written."""
+    steps: int = 0
+    """Number of these steps; 0 where the write ends within one step."""
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Cost of checkpoints; 0: not known yet."""
+
+    step_us: int = 0
+    """Microseconds of a step during which no checkpoint is made."""
+    levels: Mapping[Level, Cost] = field(default_factory=dict)
+    """Costs by level; levels without a measurement are left out."""
+
+    def of(self, level: Level) -> Cost:
+        """Return the cost of a version on a level beyond that on the levels before it."""
+        return self.levels.get(level, FREE)
+
+
+FREE = Cost()
+UNMEASURED = CostEstimate()

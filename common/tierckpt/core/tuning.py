@@ -27,14 +27,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import hypot, sqrt
 from statistics import median
-from typing import NamedTuple
 
 from tierckpt.config import AUTO, Config
-from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT, Level
+from tierckpt.core.levels import (
+    INTERVALS,
+    LOCAL,
+    MEMORY,
+    PERSISTENT,
+    UNMEASURED,
+    Cost,
+    CostEstimate,
+    Level,
+)
 
 MEDIAN_ERROR = 1.2533
 """Ratio of the standard error of a median to that of a mean."""
@@ -327,33 +335,6 @@ SLACK_UP, SLACK_DOWN = 1.1, 0.7
 not move it back and forth."""
 
 
-class Cost(NamedTuple):
-    """Cost of a version on one level; 0: not known yet."""
-
-    us: int = 0
-    """Microseconds that a version adds to the steps during which it is written."""
-    steps: int = 0
-    """Number of these steps; 0 where the write ends within one step."""
-
-
-@dataclass(frozen=True)
-class CostEstimate:
-    """Cost of checkpoints; 0: not known yet."""
-
-    step_us: int = 0
-    """Microseconds of a step during which no checkpoint is made."""
-    levels: Mapping[Level, Cost] = field(default_factory=dict)
-    """Costs by level; levels without a measurement are left out."""
-
-    def of(self, level: Level) -> Cost:
-        """Return the cost of a version on a level beyond that on the levels before it."""
-        return self.levels.get(level, FREE)
-
-
-FREE = Cost()
-UNKNOWN = CostEstimate()
-
-
 class StepTimer:
     """Durations of this rank's steps by the checkpoint work during them. Training thread."""
 
@@ -461,7 +442,7 @@ class StepTimer:
         """Return the costs that are known so far."""
         step = self._step_seconds()
         if not self._known(self._plain) and not self._known(self._copying):
-            return UNKNOWN
+            return UNMEASURED
         return CostEstimate(
             step_us=_us(step),
             levels={
