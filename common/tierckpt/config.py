@@ -401,13 +401,15 @@ def check(config: Config) -> None:
 
 
 def _check_protected(config: Config) -> None:
+    if not config.peer.on:
+        return
     from tierckpt.erasure.groups import Scheme
 
     try:
         Scheme.parse(config.peer.redundancy)
     except ConfigError as error:
         raise ConfigError(f"peer_redundancy: {error}") from None
-    if config.peer.on and not config.uses("local"):
+    if not config.uses("local"):
         raise ConfigError(
             f"peer_redundancy is {config.peer.redundancy!r}, but no version goes to the local "
             "level, which it protects: set local_every_steps or local_every_seconds, or set "

@@ -64,7 +64,6 @@ from tierckpt.core.levels import (
 )
 from tierckpt.core.restore_plan import Found, FoundParity, RestorePlan, distinct
 from tierckpt.core.retention import Best, Spared
-from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.events import Callback, EventLog
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
@@ -81,6 +80,7 @@ from tierckpt.storage.slots import Slot, seal_area_bytes
 from .node_resources import NodeResources
 
 if TYPE_CHECKING:
+    from tierckpt.erasure.groups import RedundancyGroup
     from tierckpt.restore.shards import ShardImage
     from tierckpt.restore.verification import VerifiedVersion
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tierckpt._text import in_words, some
 from tierckpt.agent.client import AgentClient
@@ -29,8 +29,6 @@ from tierckpt.agent.protocol import (
 )
 from tierckpt.config import Config
 from tierckpt.core.restore_plan import Inventory, Location
-from tierckpt.erasure import kernels
-from tierckpt.erasure.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.storage.job_directory import job_directory
@@ -40,6 +38,7 @@ from .error_barrier import ErrorBarrier, by_rank
 from .settings_check import JobTopology
 
 if TYPE_CHECKING:
+    from tierckpt.erasure.groups import RedundancyGroup
     from tierckpt.peer.remote_reads import RemoteNode
     from tierckpt.peer.wire import Address
 
@@ -50,7 +49,7 @@ MEET_SECONDS = 30.0
 """Time that an agent may take to listen at the start of a run."""
 
 
-Groups = tuple[RedundancyGroup, ...]
+Groups: TypeAlias = "tuple[RedundancyGroup, ...]"
 
 
 def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tuple[Groups, str]:
@@ -60,9 +59,11 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
     nodes may be lost without replacement, but the data of earlier runs must still be restorable:
     then there are no groups.
     """
-    scheme = Scheme.parse(config.peer.redundancy)
     if not config.uses("peer"):
         return (), ""
+    from tierckpt.erasure.groups import Scheme, TooFewDomainsError, plan_groups
+
+    scheme = Scheme.parse(config.peer.redundancy)
     try:
         return plan_groups(topology.domains, scheme, config.peer.group_size), ""
     except TooFewDomainsError as error:
@@ -140,8 +141,11 @@ class PeerSetup:
     @property
     def slow_coding(self) -> str:
         """A message if the fast library for the codes in use is missing, else empty."""
-        needs = any(group.code.m > 1 and group.code.k > 1 for group in self.groups)
-        return kernels.ISAL_MISSING if needs and kernels.find_isal() is None else ""
+        if not any(group.code.m > 1 and group.code.k > 1 for group in self.groups):
+            return ""
+        from tierckpt.erasure import kernels
+
+        return kernels.ISAL_MISSING if kernels.find_isal() is None else ""
 
     def meet(
         self,

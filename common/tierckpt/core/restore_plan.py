@@ -22,15 +22,17 @@ from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from tierckpt.erasure.codes import Code, Segment, plan_rebuild
 from tierckpt.errors import NewerFormatError, RestoreError
 from tierckpt.format.ids import NO_RUN, Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
 from tierckpt.format.records import VersionFacts
 
 from .branches import Rollback, RollbackRequest
 from .levels import FAR, PEER, RANK, Level
+
+if TYPE_CHECKING:
+    from tierckpt.erasure.codes import Segment
 
 __all__ = [
     "EVERYWHERE",
@@ -527,6 +529,8 @@ def plan_rebuilds(
         gone = tuple(shard for shard in group if shard in lost)
         if not gone:
             continue
+        from tierckpt.erasure.codes import Code, plan_rebuild
+
         members = {group.index(shard) for shard in gone}
         no_parity = set(range(len(group))) - {group.index(key.shard) for key in parity_keys}
         try:
