@@ -19,7 +19,6 @@ from tierckpt import _process
 from tierckpt._process import host_id, host_name
 from tierckpt._text import some
 from tierckpt.agent.address import environment_fingerprint
-from tierckpt.codecs.codec import Pipeline
 from tierckpt.config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from tierckpt.errors import ConfigError, TierckptError, UnsupportedStateError
 from tierckpt.events import EventLog
@@ -177,6 +176,8 @@ def _compared(config: Config) -> Iterable[tuple[str, str]]:
         table, _, rest = name.partition("_")
         value = getattr(getattr(config, table), rest) if table in TABLES else getattr(config, name)
         if name.endswith("_codecs") and value:
+            from tierckpt.codecs.codec import Pipeline
+
             made = Pipeline.of_setting(value, name).description
             codecs = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
             value = ", ".join([value, *codecs])

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tierckpt._text import in_words
 from tierckpt.codecs.codec import CodecError
-from tierckpt.codecs.shard_coding import Decoder, Read
 from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import Location, Source
 from tierckpt.errors import CorruptShardError, FormatError, PersistentError
@@ -42,6 +41,7 @@ from tierckpt.storage.local import LocalStore, open_encoded
 from tierckpt.storage.slots import Slot
 
 if TYPE_CHECKING:
+    from tierckpt.codecs.shard_coding import Decoder, Read
     from tierckpt.erasure.parity_manifest import ParityManifest
     from tierckpt.peer.remote_reads import RemoteFile
 
@@ -204,6 +204,8 @@ def _fetch(
         if manifest.key != key:
             raise CorruptShardError(f"{place.where} has {manifest.key} instead of {key}")
         if manifest.encoding is not None:
+            from tierckpt.codecs.shard_coding import Decoder
+
             image = _decoded(Decoder(manifest, reader.read, other), shared.close, make_room)
         else:
             image = make_room(manifest, shared.close)

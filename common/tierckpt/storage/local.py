@@ -26,15 +26,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierckpt import _faults
-from tierckpt.codecs.codec import CodecError, Pipeline
-from tierckpt.codecs.shard_coding import Chain, Decoder, Encoder, Read, cut
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import PAGE_BYTES, Key, ParityKey, ShardKey, round_up
 from tierckpt.format.manifest import Buffer, Manifest
 from tierckpt.storage import durable, file_lock
 from tierckpt.storage.durable import DirectFile, open_plain
+
+if TYPE_CHECKING:
+    from tierckpt.codecs.codec import Pipeline
+    from tierckpt.codecs.shard_coding import Chain, Decoder, Read
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
@@ -432,6 +435,8 @@ def commit_encoded(
     `chain` names the version that the shard may refer to, and records the new one. Buffers
     BUFFER_BYTES and a block. Raises OSError or CodecError, after which the shard does not exist.
     """
+    from tierckpt.codecs.shard_coding import Encoder, cut
+
     begin = time.perf_counter()
     base = chain.base_for_next(pipeline.full_every)
     if base is not None and not store.has(base.manifest.key):
@@ -479,6 +484,7 @@ def _write_all(draft: Draft, stored: Iterable[Buffer]) -> int:
 
 def open_encoded(store: LocalStore, manifest: Manifest) -> Decoder:
     """An encoded shard. Raises the errors of `Decoder`, and OSError."""
+    from tierckpt.codecs.shard_coding import Decoder
 
     def other(key: ShardKey) -> tuple[Manifest, Read]:
         found = Manifest.decode(store.read_manifest(key))
@@ -494,6 +500,8 @@ def unfolded(store: LocalStore, decoder: Decoder) -> Iterator[memoryview]:
     Raises CodecError for an encrypted shard: the device would have it in plain text.
     """
     if decoder.hides:
+        from tierckpt.codecs.codec import CodecError
+
         raise CodecError(f"{decoder.sealed.key} is encrypted, and must not be decoded to a disk")
     with tempfile.TemporaryFile(dir=store.directory) as file:
         for block in decoder.blocks():
