@@ -15,6 +15,8 @@ from .shim import Shim
 
 MAX_REFUSED = 8
 """Each costs a start; after these, no module is imported besides torch and the adapters."""
+OF_A_RESTART = ("tierckpt.restore.session", "tierckpt.replicas.monitor")
+"""Modules that the adapter imports only in a restore, or in a job of several ranks."""
 REFUSED = "TIERCKPT_RUN_REFUSED"
 """Packages that were found not to allow a fork, for the process that replaces this one."""
 
@@ -36,7 +38,7 @@ def _preload(options: command_line.Options, place: Place, learned: LearnedFile) 
     """Import what the script will need. False if this process must not fork."""
     known = learned.read()
     refused = {*known.refused, *filter(None, os.environ.pop(REFUSED, "").split(","))}
-    adapters = ["ddp_ckpt"]
+    adapters = ["ddp_ckpt", *OF_A_RESTART]
     if place.launcher == HOROVODRUN or "horovod" in (m.partition(".")[0] for m in known.modules):
         adapters += ["horovod.torch", "horovod_ckpt"]
     if place.launcher == HOROVODRUN:
