@@ -330,7 +330,7 @@ class Tiers:
             self.agent.stall_watch.outlook = lambda: self.pool.outlook
             asks = config.uses("peer") and self._node.first == group.rank
             self.former_nodes = FormerNodes(self.agent, topology.hosts, asks)
-            if config.uses(PERSISTENT):
+            if config.persistent.path:
                 import tierckpt.storage.persistent  # noqa: F401 (later, a step would do it)
 
             store = LocalStore(config.directory)
