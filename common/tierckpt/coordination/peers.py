@@ -137,6 +137,9 @@ class PeerSetup:
         self.secret = ""
         """The secret of the run, since the agents met."""
         self._lost: dict[VersionId, frozenset[int]] = {}
+        if groups:  # now: without a restore the agents meet in the first step
+            import tierckpt.erasure.parity_manifest
+            import tierckpt.peer.wire  # noqa: F401
 
     @property
     def slow_coding(self) -> str:
