@@ -14,10 +14,8 @@ import pytest
 
 import tierckpt
 import tierckpt.coordination.settings_check
-import tierckpt.restore.rebuild
 import tierckpt.restore.shards
 import tierckpt.restore.verification
-import tierckpt.storage.inventory
 from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support import exact
@@ -268,16 +266,14 @@ def test_a_rank_that_cannot_read_at_all_ends_the_restore_on_all(
         assert told["rejected"] == ()
 
 
-@pytest.mark.parametrize("where", ["open_image", "check_parity"])
+@pytest.mark.parametrize("where", ["restore.shards.open_image", "peer.parity_file.check_parity"])
 def test_so_it_does_where_shards_are_rebuilt(
     where: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = peer.place_of(tmp_path, shm_dir)
     before = ranks(3).run(peer.leave_behind, place, "xor")
     peer.lose(place, tmp_path, 0)
-    names = {"open_image": "tierckpt.restore.shards.open_image"}
-    name = names.get(where, f"tierckpt.restore.rebuild.{where}")
-    fault = (name, MemoryError("no more"))
+    fault = (f"tierckpt.{where}", MemoryError("no more"))
     told = ranks(3).run(fail_and_try_again, place, peer.settings("xor", 0), fault)
     for number, each in enumerate(told):
         assert "rank 1 could not read its share" in each["error"]
