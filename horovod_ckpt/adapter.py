@@ -275,7 +275,7 @@ class Reductions:
         params = self._optimizer._allreduce_delay
         return [(param, param.grad) for param in params if param.grad is not None]
 
-    def step_begins(self) -> bool:
+    def step_starts(self) -> bool:
         """Note that a pre-hook runs; True if no weights change before the next pre-hook."""
         self._entered += 1
         optimizer = self._optimizer
@@ -442,7 +442,7 @@ class PendingGradients:
         self._left = self._look()
         return not all(map(self._drops, self._left))
 
-    def step_begins(self, name: str) -> bool:
+    def step_starts(self, name: str) -> bool:
         """Note that an optimizer's step begins; True if it uses gradients that were assumed to be
         dropped."""
         left = self._left.pop(name, None)
@@ -602,12 +602,12 @@ class HorovodAdapter(PlainAdapter):
 
     def before_step(self, label: str) -> bool:
         """False for Horovod's outer step, which first waits for reductions."""
-        if self._pending_gradients.step_begins(label):
+        if self._pending_gradients.step_starts(label):
             text = USED.format(name=label, version=self.handle.version)
             self.handle.give_up(text)
             self.handle.notice(text, logging.WARNING)
         reductions = self._reductions.get(label)
-        return reductions is None or not reductions.step_begins()
+        return reductions is None or not reductions.step_starts()
 
     def reads_gradients(self, label: str) -> bool:
         """False for Horovod's outer step."""

@@ -71,7 +71,7 @@ from .broadcast import send_loose_parameters, send_model, send_optimizer_state, 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
-NOTHING_HEARD = 1
+NO_NEWS = 1
 RARE_SECONDS = 1.0
 """If commits are further apart than this, each asks for new hosts at once: a broadcast costs little
 compared with the interval, and the next commit would be too late."""
@@ -115,7 +115,7 @@ class ElasticAdapter(HorovodAdapter):
         """NOTHING_HEARD, or 0 if commits are rare or a host joins or leaves."""
         now, before = time.monotonic(), self._voted_seconds
         self._voted_seconds = now
-        return NOTHING_HEARD if self._is_quiet() and now - before < RARE_SECONDS else 0
+        return NO_NEWS if self._is_quiet() and now - before < RARE_SECONDS else 0
 
     def boundary_passed(self, agreed_vote: int) -> None:
         """Keep the smallest vote of all ranks."""
@@ -264,7 +264,7 @@ class Attributes:
         named = self._named(self._objects)
         return {n: v.position if isinstance(v, ResumableSampler) else v for n, v in named.items()}
 
-    def deal_anew(self) -> None:
+    def deal_again(self) -> None:
         """Have samplers deal the rest of the epoch to the current ranks."""
         for sampler in self._named(self._objects).values():
             if isinstance(sampler, ElasticSampler):
@@ -354,7 +354,7 @@ UNSOUND = (
     "the disks or the persistent level of the lost nodes; otherwise it starts afresh. With "
     "peer_redundancy or persistent_path a version would exist elsewhere"
 )
-GOES_ON_ALIKE = (
+CONTINUES_EQUAL = (
     "replicas differed when hosts joined or left (see the event `drifted`, which has the old rank "
     "numbers). All ranks continue from the state of rank {rank}, which is one of the majority if "
     "more than half of the ranks were equal. Versions from here on are not suspect"
@@ -462,7 +462,7 @@ class TorchState(State):  # type: ignore[misc]
         adapter = None if self.checkpointer is None else self.checkpointer.adapter
         if adapter is not None and adapter.passed_over:
             return
-        if adapter is None or adapter.agreed_vote != NOTHING_HEARD:
+        if adapter is None or adapter.agreed_vote != NO_NEWS:
             self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -512,7 +512,7 @@ class TorchState(State):  # type: ignore[misc]
         try:
             self.restored = self._bring_together(ckpt)
             ckpt.adapter.handle.state.drop_gradients()  # a new rank has none
-            self._attributes.deal_anew()
+            self._attributes.deal_again()
             self._call_back(ckpt)
         except BaseException:  # for example another rank was lost; Horovod calls this again
             self._live = left_half_way(ckpt.adapter.handle, self._live)
@@ -573,7 +573,7 @@ class TorchState(State):  # type: ignore[misc]
             self._live = live
         ckpt.adapter.handle.carry_on(live.version, live.iteration, live.lineage)
         if drifted and ckpt.group.rank == 0:
-            text = GOES_ON_ALIKE.format(rank=root)
+            text = CONTINUES_EQUAL.format(rank=root)
             ckpt.adapter.handle.notice(text, logging.ERROR, live.version)
         return None
 

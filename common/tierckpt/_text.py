@@ -37,7 +37,7 @@ def question(near: Collection[object]) -> str:
     return f"did you mean {' or '.join(map(str, near))}? " if near else ""
 
 
-def in_words(error: BaseException, *clear: type[BaseException]) -> str:
+def error_text(error: BaseException, *clear: type[BaseException]) -> str:
     """An error with its kind: `KeyError: 'name'`. Of the kinds in `clear` the message alone, unless
     it is empty."""
     message = str(error)

@@ -44,7 +44,7 @@ class Callbacks:
 
     All methods are called on the training thread, on every rank. They must not start a collective
     unless all ranks do. An exception is logged (with its traceback once, then counted), and
-    training goes on.
+    training continues.
     """
 
     def on_attached(self, job: Job) -> None:

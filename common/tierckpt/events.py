@@ -115,7 +115,7 @@ def decode(line: bytes) -> Record | None:
 
 logger = logging.getLogger("tierckpt")
 
-IN_WORDS = ("notice", "restored", "waiting", "ended")
+WITH_MESSAGE = ("notice", "restored", "waiting", "ended")
 """Events with a complete message; a notice's version is only the one at which it came."""
 ABOUT_NO_VERSION = ("rejected", "interval")
 RECORDS = ("started", "attached", "progress")
@@ -161,7 +161,7 @@ class Event:
         return f"[rank {self.rank}] {self._content()}"
 
     def _content(self) -> str:
-        if self.name in IN_WORDS:
+        if self.name in WITH_MESSAGE:
             return self.message
         if self.name in ABOUT_NO_VERSION:
             return f"{' '.join(filter(None, (self.name, self.level)))}: {self.message}"
@@ -243,11 +243,11 @@ class EventLog:
         self._callbacks.append(callback)
 
     def count(self, name: str, level: str) -> None:
-        """Count an event that is heard by nobody, see `is_heard`."""
+        """Count an event that is heard by nobody, see `is_wanted`."""
         for key in (name, f"{name}/{level}"):
             self.counts[key] = self.counts.get(key, 0) + 1
 
-    def is_heard(self, severity: int) -> bool:
+    def is_wanted(self, severity: int) -> bool:
         """True if an event of this severity goes to a receiver, a file or the log."""
         receivers = self._callbacks or self._objects or self._file is not None
         return bool(receivers) or logger.isEnabledFor(severity)

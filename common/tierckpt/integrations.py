@@ -177,17 +177,17 @@ class Pass:
 
 
 class Passes:
-    """The passes over a loader, each begun by `begin(loader)`."""
+    """The passes over a loader, each begun by `start(loader)`."""
 
-    def __init__(self, loader: Any, begin: Callable[[Any], Pass], evaluated: Any = None) -> None:
+    def __init__(self, loader: Any, start: Callable[[Any], Pass], evaluated: Any = None) -> None:
         """`evaluated`: data of evaluations, whose generators are looked for as well."""
-        self._loader, self._begin, self._evaluated = loader, begin, evaluated
+        self._loader, self._start, self._evaluated = loader, start, evaluated
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begin(self._loader)
+        return self._start(self._loader)
 
 
 OTHER_STEPS = (

@@ -287,9 +287,9 @@ class ResumableLoader(Generic[Batch]):
         self._place.sampler_epoch = _sampler_epoch(self.loader)
         self._place.number = _counter(self.loader)[1]
         vars(self._place).update(self._facts())
-        return self._pass(self._place, self._begun())
+        return self._pass(self._place, self._new_pass())
 
-    def _begun(self) -> Iterator[Batch]:
+    def _new_pass(self) -> Iterator[Batch]:
         """A pass over the loader, with a record of the indices that it draws. Without workers, it
         draws those of each batch when the batch is requested."""
         batches = iter(self.loader)
@@ -349,7 +349,7 @@ class ResumableLoader(Generic[Batch]):
             now = _Streams(**state["now"])
         self._first = _Streams(**state["first"])
         self._set(self._first)
-        batches = self._begun()
+        batches = self._new_pass()
         if place.batches == 0:
             rest = self._pass(place, batches)
         else:
@@ -509,7 +509,7 @@ class ResumableLoader(Generic[Batch]):
         except TypeError:
             return False
 
-    def step_begins(self) -> None:
+    def step_starts(self) -> None:
         """Record the first step after a restore, with batches of this loader or another one."""
         if self._resuming is not None:
             # The batches of another loader are trained on first: the generators stay as they are.
@@ -526,7 +526,7 @@ class ResumableLoader(Generic[Batch]):
             self._takes.append(self._trained)
         if self._resuming is None:
             self._restored = None
-        self.step_begins()
+        self.step_starts()
 
     def stepped(self) -> None:
         """Record at an optimizer step that the taken batches were trained on. Called by the

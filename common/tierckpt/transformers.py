@@ -145,7 +145,7 @@ WAYS = Ways(
     give="tierckpt={'generators': [...]}",
     set_epoch="call it in on_epoch_begin of a callback, with state.epoch",
     count="set its count from state.epoch in on_epoch_begin of a callback",
-    begin="begin a new job at another path",
+    start="begin a new job at another path",
 )
 
 
@@ -411,7 +411,7 @@ class Fit:
         """The training ends early, and its last version is taken."""
         self._metric: float | None = None
 
-    def begin(self, model: Any, loader: Any, settings: TrainerArguments) -> TrainingData:
+    def start(self, model: Any, loader: Any, settings: TrainerArguments) -> TrainingData:
         """Attach and restore; returns the loader for the Trainer's loop. Collective; raises the
         errors of `ddp_ckpt.Checkpointer` and of its `restore`."""
         trainer = self._trainer
@@ -605,7 +605,7 @@ class TierTrainerMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         model, loader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         if self._tier_fit is not None:
-            loader = self._tier_fit.begin(model, loader, self._tier_settings)
+            loader = self._tier_fit.start(model, loader, self._tier_settings)
         return model, loader
 
     def _run_epoch(self, **arguments: Any) -> None:

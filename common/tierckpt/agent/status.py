@@ -375,7 +375,7 @@ class StallWatch:
             self._question = None
 
     def _heard(self, status: AgentStatus, now: float) -> list[Problem]:
-        changes = self._goes_on(AGENT, now)
+        changes = self._continues(AGENT, now)
         task = {task.level: str(task.id) for task in status.tasks}
         found = {LOCAL: (status.local_quiet_seconds, task.get(LOCAL, ""))}
         if self._session.persistent is not None:
@@ -385,7 +385,7 @@ class StallWatch:
             if quiet >= (STALL_SECONDS_OF_STORE if far else STALL_SECONDS):
                 changes += self._stalls(level, now - quiet, version)
             else:
-                changes += self._goes_on(level, now)
+                changes += self._continues(level, now)
         return changes
 
     def _stalls(self, what: str, since: float, which: str) -> list[Problem]:
@@ -404,7 +404,7 @@ class StallWatch:
         text += self._memory() if what == LOCAL else "; versions on other levels go on"
         return [self._said(what, text, logging.ERROR)]
 
-    def _goes_on(self, what: str, now: float) -> list[Problem]:
+    def _continues(self, what: str, now: float) -> list[Problem]:
         since = self.stalls.pop(what, None)
         if since is None:
             return []

@@ -176,8 +176,8 @@ def _history(events: Sequence[Record]) -> Iterator[list[Record]]:
         by_rank[event["rank"]].append(event)
     for own in by_rank.values():
         cuts = [i for i, event in enumerate(own) if event["name"] == "restored"]
-        for begin, end in pairwise([0, *cuts, len(own)]):
-            yield own[begin:end]
+        for start, end in pairwise([0, *cuts, len(own)]):
+            yield own[start:end]
 
 
 def _step_seconds(events: Sequence[Record]) -> float:

@@ -391,9 +391,9 @@ def _print_tree(job: JobNode, console: Console, every: bool) -> None:
     for text in _drawn(branches_of(job, every), lines, width):
         console.print(text, soft_wrap=True)
     if not job.runs:
-        begins = f"; the next start begins from {job.origin}" if job.origin else ""
-        begins = begins or (f"; {job.hint}" if job.hint else "")
-        console.print(f"no run has left anything here{begins}", soft_wrap=True)
+        next_start = f"; the next start begins from {job.origin}" if job.origin else ""
+        next_start = next_start or (f"; {job.hint}" if job.hint else "")
+        console.print(f"no run has left anything here{next_start}", soft_wrap=True)
     for text in job.troubles[:MAX_PROBLEMS]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
     if (more := len(job.troubles) - MAX_PROBLEMS) > 0:
@@ -491,7 +491,7 @@ def _verify(there: Survey, args: argparse.Namespace, console: Console) -> None:
     counts: dict[str, _Tally] = {}
     bad: set[tuple[ShardKey, Location]] = set()
     with closing(Progress(Progress.wanted(0, None))) as bar:
-        bar.begin("verifying")
+        bar.start_phase("verifying")
         for verdict in verify(there, bar, args.version):
             key, place = verdict.copy.key, verdict.copy.place
             if verdict.why and not is_there(verdict.copy, there):
@@ -608,7 +608,7 @@ def _compared(
     from tierckpt.restore.shards import LOST
 
     for verify in (False, True):
-        bar.begin("comparing")
+        bar.start_phase("comparing")
         a, b = (_opened(target, bar.advance, stack, verify) for target in targets)
         try:
             return a, b, compare(a, b)

@@ -61,7 +61,7 @@ class WandB(ScalarExporter):
         """The run, once there is one."""
         if self._project:
             if self._run is None:
-                self._run = self._define(self._begun())
+                self._run = self._define(self._find_run())
             return self._run
         module = sys.modules.get("wandb")  # a script that has a run has imported it
         run = getattr(module, "run", None)
@@ -70,7 +70,7 @@ class WandB(ScalarExporter):
         self._has_run |= run is not None
         return run
 
-    def _begun(self) -> Any:
+    def _find_run(self) -> Any:
         import wandb
 
         given = {

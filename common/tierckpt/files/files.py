@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.callbacks import Callbacks
 from tierckpt.checkpointer import shutdown
 from tierckpt.core.decisions import Reason
@@ -115,8 +115,8 @@ class Files:
         """Begin the run from the version that was found. `restore` does it. Collective."""
         if self._restart is None or self._restart.found is None:
             raise TierckptError("accept() without load(): no version was found")
-        self._restart.go_on(self._refused)
-        self._intervals.go_on_from(self._job)
+        self._restart.start_run(self._refused)
+        self._intervals.continue_from(self._job)
         self._restart.close()
         self._restart = None
 
@@ -180,7 +180,7 @@ class Files:
         try:
             yield files
         except Exception as error:
-            self.end(in_words(error))
+            self.end(error_text(error))
             raise
         except BaseException:
             self._current = None  # an interrupt: no other rank may be there
@@ -199,7 +199,7 @@ class Files:
             self._restart = None
         job = self._job
         if not job.history.lineage:
-            job.levels.begin_afresh()
+            job.levels.start_afresh()
         number, text = self._named(name)
         job.folders.clear()
         job.folders.drop_restored()

@@ -178,7 +178,7 @@ class FilesJob(JobBase):
         self.agreement.settle(final=False)
         votes = self.group.all_gather_object(self.halt.wish(self.version))
         self.unattended = self.halt.receive(_agreed(votes))
-        self.levels.promotion.backlog.go_on()
+        self.levels.promotion.backlog.advance()
 
     def collect(self) -> None:
         """Process the agent's messages. Not collective."""
@@ -238,7 +238,7 @@ class Intervals:
         self._last_steps: dict[Level, int] = dict.fromkeys(INTERVALS, 0)
         self._last_seconds: dict[Level, float] = dict.fromkeys(INTERVALS, -math.inf)
 
-    def go_on_from(self, job: FilesJob) -> None:
+    def continue_from(self, job: FilesJob) -> None:
         """Start from a restored version: nothing is due before an interval has passed on levels
         that have it."""
         now = time.monotonic()

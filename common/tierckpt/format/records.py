@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import CorruptShardError, FormatError
 
 from .ids import (
@@ -57,7 +57,7 @@ def misfit(values: object, what: str, error: Exception) -> FormatError:
     another version."""
     written = values.get("format_version") if isinstance(values, Mapping) else None
     ours = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-    why = f"it has no {error}" if isinstance(error, KeyError) else in_words(error)
+    why = f"it has no {error}" if isinstance(error, KeyError) else error_text(error)
     if written in (None, ours):
         return FormatError(f"not a {what}: {why}")
     return FormatError(
@@ -320,7 +320,7 @@ class RunRecord:
 
     run_id: str
     generation: int
-    began: VersionId | None = None
+    started_from: VersionId | None = None
     """The version of this job that it restored; None: it began without one."""
     fork: str = ""
     """The version of another job that it began from, `PATH@v40`; empty: none."""
@@ -352,7 +352,9 @@ class RunRecord:
         values: dict[str, Any] = {
             "run_id": self.run_id,
             "generation": self.generation,
-            "began": None if self.began is None else (self.began.generation, self.began.version),
+            "began": None
+            if self.started_from is None
+            else (self.started_from.generation, self.started_from.version),
             "fork": self.fork,
             "started_seconds": self.started_seconds,
             "ranks": self.ranks,
@@ -365,11 +367,11 @@ class RunRecord:
     def from_json(values: Mapping[str, Any]) -> RunRecord:
         """Read the fields that `to_json` made; ignore others. Raises KeyError, ValueError or
         TypeError if they are not a record of a run."""
-        began = values["began"]
+        started_from = values["began"]
         return RunRecord(
             run_id=str(values["run_id"]),
             generation=int(values["generation"]),
-            began=None if began is None else VersionId(*map(int, began)),
+            started_from=None if started_from is None else VersionId(*map(int, started_from)),
             fork=str(values.get("fork", "")),
             started_seconds=float(values["started_seconds"]),
             ranks=int(values["ranks"]),

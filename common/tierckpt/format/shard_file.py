@@ -28,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import FormatError
 
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
@@ -241,7 +241,7 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         flags = unrun(json.loads(metadata.get("trained", "[]")))
         trained = dict(zip(_parameters(pieces), flags, strict=False))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"not a shard header: {in_words(error)}") from error
+        raise FormatError(f"not a shard header: {error_text(error)}") from error
     return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied, trained)
 
 
@@ -285,14 +285,14 @@ class ShardSummary:
 
     header_bytes: int
     data_bytes: int
-    begun: tuple[TensorSpec, ...]
+    starting: tuple[TensorSpec, ...]
     """Striped tensors whose first element is in this shard."""
     evidence: int
     """Sum over its striped pieces: elements times the tensor's `_weight`."""
     structure: dict[str, Any] | None
     """Structure of the optimizers; in shard 0's summary only."""
     trained: Mapping[str, int] = field(default_factory=dict)
-    """See `ShardHeader.trained`, of the parameters among `begun`."""
+    """See `ShardHeader.trained`, of the parameters among `starting`."""
 
     @staticmethod
     def of(shard: int, header: ShardHeader) -> ShardSummary:
@@ -304,7 +304,7 @@ class ShardSummary:
             tuple(piece.spec for piece in striped if piece.start == 0),
             sum((p.stop - p.start) * _weight(p.spec.name) for p in striped),
             None if shard else header.structure,
-            {p.spec.name: header.trained[p.spec.name] for p in striped if _begins(p, header)},
+            {p.spec.name: header.trained[p.spec.name] for p in striped if _starts_in(p, header)},
         )
 
     @property
@@ -356,7 +356,7 @@ class VersionSummary:
 
     def __post_init__(self) -> None:
         """Collect the striped tensors of all shards."""
-        self.specs = {spec.name: spec for each in self.outlines for spec in each.begun}
+        self.specs = {spec.name: spec for each in self.outlines for spec in each.starting}
 
     @property
     def trained(self) -> dict[str, int]:
@@ -386,7 +386,7 @@ class VersionSummary:
         return there == sum(s.numel * _weight(name) for name, s in self.specs.items())
 
 
-def _begins(piece: Piece, header: ShardHeader) -> bool:
+def _starts_in(piece: Piece, header: ShardHeader) -> bool:
     return piece.start == 0 and piece.spec.name in header.trained
 
 

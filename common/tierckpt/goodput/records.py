@@ -29,12 +29,12 @@ class Sample:
 
 @dataclass
 class Span:
-    """Training without a restore, from `begin` and `version` on."""
+    """Training without a restore, from `start` and `version` on."""
 
-    begin: float
+    start: float
     version: int
     restore_seconds: float = 0.0
-    """Duration of the restore that ended at `begin`."""
+    """Duration of the restore that ended at `start`."""
     is_restored: bool = False
     samples: list[Sample] = field(default_factory=list)
     reached: int = 0
@@ -227,11 +227,11 @@ def _follow(before: RankRun, run: RankRun) -> None:
         run.restart = failed + moved, noticed + moved, ended + moved
 
 
-def _restored(run: RankRun, record: Record, begin: float, at: float) -> None:
+def _restored(run: RankRun, record: Record, start: float, at: float) -> None:
     """A restore begins another span, also if the training was under way."""
     if run.spans:
-        run.spans[-1].end = begin
-    run.spans.append(Span(at, record["version"], at - begin, True, end=at))
+        run.spans[-1].end = start
+    run.spans.append(Span(at, record["version"], at - start, True, end=at))
 
 
 def _progress(run: RankRun, record: Record, at: float) -> None:
@@ -241,17 +241,17 @@ def _progress(run: RankRun, record: Record, at: float) -> None:
     if not run.spans:
         return
     span = run.spans[-1]
-    if (begun := facts.get("from")) is not None and begun != span.version:
+    if (from_version := facts.get("from")) is not None and from_version != span.version:
         if span.samples:  # rolled back without a restore: elastic Horovod
-            span = Span(span.samples[-1].at, begun)
-            run.spans[-1].end = span.begin
+            span = Span(span.samples[-1].at, from_version)
+            run.spans[-1].end = span.start
             run.spans.append(span)
-        span.version = begun
+        span.version = from_version
     boundary = at - facts.get("since_boundary", 0.0)
     if "from" in facts and facts.get("ended"):  # no boundary was passed since the span's begin
         return
     stalls = sum(record["seconds"].values())
-    last = span.samples[-1] if span.samples else Sample(span.begin, span.version, 0.0)
+    last = span.samples[-1] if span.samples else Sample(span.start, span.version, 0.0)
     span.samples.append(
         Sample(
             max(boundary, last.at),

@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from tierckpt import _milestones
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config, parse_signals
 from tierckpt.core.decisions import NEVER_SECONDS, EarlyEnd, HaltRequest, HaltVote, Reason
 from tierckpt.core.parts import Boundary, Part, VoteField
@@ -307,7 +307,7 @@ class RequestWatcher(Watcher):
         self._where: tuple[str, ...] = ()
         self._directories = directories
         if directories:
-            self._begin("tierckpt-halt-requests", LOOK_SECONDS)
+            self._start_thread("tierckpt-halt-requests", LOOK_SECONDS)
 
     def advice(self) -> str:
         """Commands that remove the requests found; empty if there are none."""
@@ -327,7 +327,7 @@ class RequestWatcher(Watcher):
                 problems.append(f"{text} is seen")
                 continue
             except Exception as error:  # any other error would end the thread
-                why = in_words(error, FormatError)
+                why = error_text(error, FormatError)
                 problems.append(f"a halt request in {directory} is ignored: {why}")
                 continue
             if request is not None:

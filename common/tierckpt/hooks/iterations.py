@@ -174,7 +174,7 @@ class Iterations:
     def watch(
         self, model: torch.nn.Module, steppers: Mapping[str, Iterable[torch.optim.Optimizer]]
     ) -> None:
-        """Register the hooks. In addition the caller must call `begins` before all steps.
+        """Register the hooks. In addition the caller must call `step_starts` before all steps.
 
         `steppers` has for each label the optimizers whose steps count for it; one of them may step
         within another's step. The model gets a hook only if forward passes are boundaries:
@@ -228,7 +228,7 @@ class Iterations:
             self._say_once(NO_STEPS, logging.ERROR)
         return True
 
-    def go_on_from(self, restored: Restored) -> None:
+    def continue_from(self, restored: Restored) -> None:
         """The state of a version was loaded. Warns if its number has another unit than this
         run's."""
         self.pass_boundary()
@@ -242,7 +242,7 @@ class Iterations:
         """Whether this optimizer is watched."""
         return id(optimizer) in self._labels
 
-    def begins(
+    def step_starts(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """A step of a watched optimizer starts; return other arguments for it, or None.
@@ -442,6 +442,6 @@ class Hooks:
         for called in self._parts.optimizer_called:
             called()
         if self._iterations.watches(optimizer):
-            return self._iterations.begins(optimizer, args, kwargs)
-        self._unregistered.begins(optimizer)
+            return self._iterations.step_starts(optimizer, args, kwargs)
+        self._unregistered.step_starts(optimizer)
         return None

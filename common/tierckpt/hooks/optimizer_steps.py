@@ -256,7 +256,7 @@ class Waiting:
         self.before = before
         self._owner = weakref.ref(owner)
         if before is not None:
-            self._function = _of_nobody(before)
+            self._function = _ignoring_first(before)
         else:
             self._function = function
         self.__doc__, self.__name__ = function.__doc__, function.__name__
@@ -284,7 +284,7 @@ class Waiting:
         return getattr, (self._owner(), self.__name__)
 
 
-def _of_nobody(function: Callable[..., Any]) -> Callable[..., Any]:
+def _ignoring_first(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with an additional first argument that is ignored."""
 
     def called(_owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -384,9 +384,9 @@ class IdleOptimizers:
         own = {id(param) for param in self._params_of(label)}
         return next((o for o in others if not own.isdisjoint(_members(o))), None)
 
-    def _watch_values(self, somebody_stepped: bool) -> None:
+    def _watch_values(self, stepped: bool) -> None:
         """Watch for steps without torch's hooks: most of them still change version counters."""
-        if somebody_stepped:
+        if stepped:
             self._changed, self._counters = 0, None
             return
         before, params = self._counters, list(self._state.model.parameters())
@@ -450,7 +450,7 @@ class UnregisteredOptimizers:
         unregistered."""
         self._reported: set[str] = set()
 
-    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_starts(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of an optimizer that was not given starts."""
         # Both may grow: a group is added, a layer is added to the model.
         sizes = [len(group["params"]) for group in getattr(optimizer, "param_groups", ())]

@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.core.parts import Part
 from tierckpt.state.extras import PlainValues, first_values
 from tierckpt.state.optimizers import optimizers_inside
@@ -386,8 +386,8 @@ def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
     under_way = [
         each
         for each in loaders
-        if (begun := getattr(each, "_iterator", None)) is not None
-        and not getattr(begun, "_finished", True)
+        if (iterator := getattr(each, "_iterator", None)) is not None
+        and not getattr(iterator, "_finished", True)
     ]
     if under_way:
         yield max(under_way, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
@@ -491,7 +491,7 @@ class Unsaved(Part):
                 self._compare_copies()
         except Exception as error:  # the search reads other libraries' objects
             self._looks = MAX_LOOKS
-            text = f"the search for unsaved objects failed: {in_words(error)}"
+            text = f"the search for unsaved objects failed: {error_text(error)}"
             self._say(text, logging.INFO)
 
     def _is_due(self) -> bool:

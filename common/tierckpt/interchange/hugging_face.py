@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.errors import ConfigError
 from tierckpt.offline.stored_version import Saved
 from tierckpt.proof import WALL_CLOCK
@@ -88,7 +88,7 @@ def _files_of(path: Path) -> list[Path]:
         table = json.loads(path.read_text())["weight_map"]
         return [path.parent / name for name in sorted({*table.values()})]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no index of safetensors: {in_words(error)}") from error
+        raise ConfigError(f"{path} is no index of safetensors: {error_text(error)}") from error
 
 
 def _read_one(file: Path) -> tuple[set[str], dict[str, torch.Tensor], dict[str, str]]:
@@ -268,7 +268,7 @@ def read_transformers(path: Path) -> ForeignState:
             found.values |= {"epoch": numbers["epoch"]} if "epoch" in numbers else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path / TRAINER_STATE} cannot be read: {in_words(error)}"
+                f"{path / TRAINER_STATE} cannot be read: {error_text(error)}"
             ) from error
         found.not_taken.append(f"{TRAINER_STATE}: log history and best metric")
     taken = {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, *FILES_OF_SCRIPT}

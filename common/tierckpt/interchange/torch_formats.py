@@ -124,8 +124,8 @@ def is_torch_file(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        begin = file.read(16)
-    return begin.startswith(b"PK\x03\x04") or b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in begin
+        head = file.read(16)
+    return head.startswith(b"PK\x03\x04") or b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in head
 
 
 def load(path: Path) -> Any:

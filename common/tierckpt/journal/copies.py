@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config
 from tierckpt.coordination.peers import Groups, PeerSetup
 from tierckpt.coordination.versions import Reports
@@ -198,7 +198,7 @@ class SmallStateSender:
         """The file of which a record could not be sent."""
         self._full: SegmentName | None = None
         """The file of which too many records waited to be sent."""
-        self._begun: SegmentName | None = None
+        self._current: SegmentName | None = None
         """The file of the last record sent."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierckpt-small-state", daemon=True)
@@ -247,13 +247,13 @@ class SmallStateSender:
 
     def _deliver(self, keeper: Keeper, segment: SegmentName, what: Draft | str) -> None:
         if isinstance(what, str):
-            if self._link is not None and segment == self._begun:
+            if self._link is not None and segment == self._current:
                 head = {"op": "stopped", "why": what[:MAX_TEXT], "writer": segment.writer}
                 self._link.send({**head, "base": segment.base.id})
             return
-        if segment != self._begun and not (self._link is not None and self._link.idle()):
+        if segment != self._current and not (self._link is not None and self._link.idle()):
             self._connect(keeper)
-        self._begun = segment
+        self._current = segment
         if self._link is None:
             raise PeerError(f"{keeper.address}: the connection broke")
         frame = b"".join(last_frame(what))
@@ -296,7 +296,7 @@ class SmallStateReceiver:
         self._link: Link | None = None
         self._held: _Message | None = None
         """A message that came in place of another one."""
-        self._begun: SegmentName | None = None
+        self._current: SegmentName | None = None
         self._silent = self._closed = False
 
     def take(self, draft: Draft) -> FrameBytes:
@@ -309,8 +309,8 @@ class SmallStateReceiver:
             self._silent = time.monotonic() >= deadline
 
     def _take(self, draft: Draft, deadline: float) -> FrameBytes:
-        again = draft.segment != self._begun
-        self._begun = draft.segment
+        again = draft.segment != self._current
+        self._current = draft.segment
         while True:
             message, self._held = self._held or self._next(deadline, again), None
             head = message.head
@@ -446,14 +446,14 @@ class JournalCopies:
 
     # --- the run --------------------------------------------------------------------------------
 
-    def begin(self, own: SegmentName, anew: bool) -> None:
-        """Begin a new file, as this rank's journal does with the file `own`. `anew`: the run is
+    def start_file(self, own: SegmentName, new_run: bool) -> None:
+        """Begin a new file, as this rank's journal does with the file `own`. `new_run`: the run is
         another one than before, and files of a run of its number do not count."""
         if self._writer is None:
             return
         self._segment = self._own = None
         self._steps = []
-        if anew:
+        if new_run:
             writer = own.writer
             self._writer.remove(lambda n: n.keeper == self._rank and n.writer >= writer)
         if not self._peers.ready:
@@ -541,7 +541,7 @@ class JournalCopies:
         if segment is not None and self._writer is not None:
             # After the records that wait: if one of them fails, the copy ends before it.
             self._writer.after_all(
-                partial(self._end, segment, self._last, in_words(error, TierckptError))
+                partial(self._end, segment, self._last, error_text(error, TierckptError))
             )
 
     def _end(self, segment: SegmentName, last: VersionId, why: str) -> None:

@@ -187,17 +187,18 @@ class Link(NamedTuple):
 
 
 def chain_from(
-    base: VersionId, shards: Iterable[Iterable[RecordKey]], began: tuple[int, int] = NO_RUN
+    base: VersionId, shards: Iterable[Iterable[RecordKey]], rollback_run: tuple[int, int] = NO_RUN
 ) -> list[RecordKey]:
     """Return the records that follow `base`, oldest first, as far as there is one of every shard.
 
-    Where two runs went on from the same place, the newer one counts. `began`: the entry in the
-    lineage of the last run that went back (see `Rollback`); records that it gave up do not count.
+    Where two runs went on from the same place, the newer one counts. `rollback_run`: the entry in
+    the lineage of the last run that went back (see `Rollback`); records that it gave up do not
+    count.
     """
     common = set.intersection(*map(set, shards))
     following: dict[VersionId, RecordKey] = {}
     for key in sorted(common):
-        if key.id.generation >= began[0] or key.id.version <= began[1]:
+        if key.id.generation >= rollback_run[0] or key.id.version <= rollback_run[1]:
             following[key.after] = key  # the newest comes last
     found: list[RecordKey] = []
     place = base
@@ -354,11 +355,11 @@ def _frames(file: MappedFile) -> Iterator[Frame]:
     while low + HEAD_BYTES <= len(view):
         file.bring(low, low + HEAD_BYTES)
         head = FrameHead.decode(view[low : low + HEAD_BYTES])
-        begin, end = low + HEAD_BYTES, low + head.frame_bytes
+        start, end = low + HEAD_BYTES, low + head.frame_bytes
         if end > len(view):
             return
-        file.bring(begin, begin + head.manifest_bytes)
-        manifest = Manifest.decode(bytes(view[begin : begin + head.manifest_bytes]))
+        file.bring(start, start + head.manifest_bytes)
+        manifest = Manifest.decode(bytes(view[start : start + head.manifest_bytes]))
         image = low + head.image_offset
         yield Frame(head, manifest, view[image:end], file, image)
         low = end
@@ -411,7 +412,7 @@ OTHER_RANKS = ("it is of {were} rank(s), this job has {size}", "Start again with
 def unused_journal(
     directory: str,
     base: VersionId,
-    began: tuple[int, int],
+    rollback_run: tuple[int, int],
     texts: tuple[str, str],
     size: int,
     reached: VersionId | None = None,
@@ -437,7 +438,7 @@ def unused_journal(
         names = [n for n in there if (n.base.shards, n.base.shard) == (shards, shard)]
         with closing(JournalReader(folder, names)) as reader:
             keys = [key for _, key in reader.records]
-        chain = chain_from(base, [keys], began)
+        chain = chain_from(base, [keys], rollback_run)
         if chain and chain[-1].id.version > longest:
             longest = chain[-1].id.version
             why, remedy = (each.format(were=shards, size=size) for each in texts)
@@ -467,10 +468,11 @@ class JournalReach:
 
 
 def reach_of(
-    directories: Iterable[Path], base: VersionId, ranks: int, began: tuple[int, int]
+    directories: Iterable[Path], base: VersionId, ranks: int, rollback_run: tuple[int, int]
 ) -> JournalReach | None:
     """How far the journals in these local directories lead from the version `base` of a job with
-    that number of ranks; None without any journal. `began`: see `chain_from`. Never raises."""
+    that number of ranks; None without any journal. `rollback_run`: see `chain_from`. Never
+    raises."""
     keys: list[set[RecordKey]] = [set() for _ in range(ranks)]
     for directory in directories:
         folder = directory / FOLDER
@@ -480,7 +482,7 @@ def reach_of(
                 keys[shard].add(key)
     if not any(keys):
         return None
-    chain = chain_from(base, keys, began)
+    chain = chain_from(base, keys, rollback_run)
     last = chain[-1].id if chain else base
     missing = [rank for rank, theirs in enumerate(keys) if not theirs]
     return JournalReach(base.version, last.version, len(chain), missing)
@@ -492,7 +494,7 @@ def reach_of_restart(there: Survey) -> JournalReach | None:
     plan = there.plan() if there.request is None else None
     if plan is None:
         return None
-    return reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
+    return reach_of(there.directories, plan.id, len(plan.sources), there.rollback_run)
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,9 @@ class ImageMaker:
             blocks += rank_state_blocks(data_bytes - low)
             self._header = data_bytes, header, tuple(blocks)
         data = room(data_bytes)
-        begin = data.data_ptr()
+        base = data.data_ptr()
         for piece, address in zip(self.layout.pieces, addresses, strict=True):
-            ctypes.memmove(begin + piece.offset, address, piece.nbytes)
+            ctypes.memmove(base + piece.offset, address, piece.nbytes)
         tree.copy(0, data[low:])
         copied = CopiedTree(data[low : low + tree.nbytes])
         return Image(self._header[1], data, self._header[2], copied)
@@ -168,9 +168,9 @@ class GradientImages:
             specs = [tree_codec.spec_of(g, GRADIENT + n) for n, g in named]
             self._maker = ImageMaker(plan_layout(specs, [], self._rank, self._ranks), {})
             self._kinds = kinds
-        begins = {GRADIENT + name: gradient.data_ptr() for name, gradient in named}
+        bases = {GRADIENT + name: gradient.data_ptr() for name, gradient in named}
         addresses = [
-            begins[piece.spec.name] + piece.start * piece.spec.itemsize_bytes
+            bases[piece.spec.name] + piece.start * piece.spec.itemsize_bytes
             for piece in self._maker.layout.pieces
         ]
         return self._maker.make(addresses, tree, room)
@@ -316,8 +316,8 @@ class DigestPlan:
                 continue
             if not source.is_cpu or not tree_codec.is_dense(source):
                 raise UnjournaledError(f"{piece.spec.name} is not dense, or not on the CPU")
-            begin = source.data_ptr() + piece.start * piece.spec.itemsize_bytes
-            self.parts.append((ctypes.c_char * piece.nbytes).from_address(begin))
+            base = source.data_ptr() + piece.start * piece.spec.itemsize_bytes
+            self.parts.append((ctypes.c_char * piece.nbytes).from_address(base))
         self.nbytes = sum(map(ctypes.sizeof, self.parts))
 
     def compute(self) -> int:

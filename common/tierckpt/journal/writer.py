@@ -209,12 +209,12 @@ class JournalWriter:
     def _write(self, file: DirectFile, draft: Draft, kind: int, frame: FrameBytes) -> None:
         first, data = frame
         half = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
-        begin = self._end + len(first)
+        start = self._end + len(first)
         file.write(first, self._end)
-        file.write(data[:half], begin)
+        file.write(data[:half], start)
         _faults.point("journal", version=draft.facts.id.version, kind=kind)
-        file.write(data[half:], begin + half)
-        self._end = begin + len(data)
+        file.write(data[half:], start + half)
+        self._end = start + len(data)
 
     def _open(self, name: SegmentName) -> DirectFile:
         if self._file is not None and self._file[0] == name:

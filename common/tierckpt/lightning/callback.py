@@ -155,15 +155,15 @@ class Fit:
         self._steps = trainer.global_step
         # A sanity check would move what was restored; the job has made it already.
         trainer.num_sanity_val_steps = 0
-        amid_epoch = self._state.is_amid_epoch
-        if amid_epoch and (names := trainer_state.owners(trainer, "on_train_epoch_start")):
+        mid_epoch = self._state.is_mid_epoch
+        if mid_epoch and (names := trainer_state.owners(trainer, "on_train_epoch_start")):
             self._say(LEFT_OUT.format(names=some(names)), logging.WARNING)
-        self._data.waits = amid_epoch
+        self._data.waits = mid_epoch
         self._max_steps = self._loop.epoch_loop.max_steps
-        if amid_epoch and self._max_steps != -1:
+        if mid_epoch and self._max_steps != -1:
             # The end of the epoch is still to come, after the last step.
             self._loop.epoch_loop.max_steps = max(self._max_steps, self._steps + 1)
-        self._hooks.resume(amid_epoch, self._resume)
+        self._hooks.resume(mid_epoch, self._resume)
 
     def _resume(self) -> None:
         """Set the state of the boundary again, last before the next batch."""
@@ -172,13 +172,13 @@ class Fit:
         process_state.load_rng(self._streams, self._trainer.strategy.root_device)
         state, saved = self._state, self._state.loaded
         if saved is not None and saved["data"] is not None:
-            if state.is_amid_epoch:
+            if state.is_mid_epoch:
                 state.check_loaders()
                 self._data.set_epoch(self._loop.epoch_progress.current.processed)
                 others = state.is_of_other_ranks
                 self._data.resume(saved["data"], state.batches, state.factor, others)
             else:
-                self._data.begin_next(saved["data"])
+                self._data.start_next(saved["data"])
         self._state.loaded = None
 
     def take_signals(self) -> None:
@@ -362,5 +362,5 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         """Leave the fit out, for launchers that pickle the Trainer, and for copies: one that is
         made during a fit takes no checkpoints, which would be the fit's own."""
-        is_amid = self._fit is not None and not self._fit.checkpointer.closed
-        return {**vars(self), "_fit": None, "_is_copy": self._is_copy or is_amid}
+        is_fitting = self._fit is not None and not self._fit.checkpointer.closed
+        return {**vars(self), "_fit": None, "_is_copy": self._is_copy or is_fitting}

@@ -510,7 +510,7 @@ class Forks(Part):
         """An earlier start may have left a hold at the source."""
         self.marks.has_versions()
 
-    def begin_elsewhere(
+    def start_elsewhere(
         self, order: ForkOrder, bar: Progress, load_adapter: Callable[[Any], None]
     ) -> Forked | None:
         """Load the version that this job is to begin from; None if there is no such order. For a

@@ -98,7 +98,7 @@ class RunNode:
     generation: int
     run_id: str = ""
     """Empty: known only as an ancestor of other runs."""
-    began: VersionId | None = None
+    started_from: VersionId | None = None
     """The version of the job that it restored; None: none, or unknown."""
     record: RunRecord | None = None
     end: RunEnd | None = None
@@ -115,16 +115,16 @@ class RunNode:
         return self.generation, self.record.started_seconds if self.record else 0.0
 
     @property
-    def begun_at(self) -> int:
+    def start_number(self) -> int:
         """The number of the version that it restored; 0: none."""
-        return self.began.version if self.began else 0
+        return self.started_from.version if self.started_from else 0
 
     @property
     def newest(self) -> int:
         """The newest version that is known of this run; that it began with, if none is."""
-        known = [self.begun_at, self.end.version if self.end else 0]
+        known = [self.start_number, self.end.version if self.end else 0]
         known += [each.id.version for each in self.versions]
-        known += [each.begun_at for each in self.runs]
+        known += [each.start_number for each in self.runs]
         known += [each.child.id.version for each in self.forks]
         return max(known)
 
@@ -136,7 +136,7 @@ class RunNode:
             **record,
             "generation": self.generation,
             "run_id": self.run_id,
-            "began": None if self.began is None else [*self.began],
+            "began": None if self.started_from is None else [*self.started_from],
             "running": self.running,
             "end": end and {key: end[key] for key in end if key != "run_id"},
             "newest": self.newest,
@@ -296,7 +296,7 @@ class _JobLines:
     def _kind(self, run: RunNode) -> object:
         """Equal for starts that can share a line. The name of a launch may differ."""
         facts = {**_facts(run.record), "launcher": ""}
-        return (run.generation, run.began, facts) if _is_bare(run) else id(run)
+        return (run.generation, run.started_from, facts) if _is_bare(run) else id(run)
 
     def _of_chain(self, run: RunNode) -> Iterator[Branch]:
         left: RunNode | None = run
@@ -344,33 +344,33 @@ def _origin_text(origin: Origin) -> str:
 def run_text(run: RunNode) -> str:
     """A line about a run: what it restored, how far it came, when, and how it ended."""
     record = run.record
-    if record is None and not run.began:
+    if record is None and not run.started_from:
         return f"run {run.generation}, nothing noted{', running' if run.running else ''}"
-    begin = _begin_text(run)
-    reached = f" to v{run.newest}" if _made_any(run, begin) else ""
-    text = f"run {run.generation}, from {begin}{reached}"
+    start = _start_text(run)
+    reached = f" to v{run.newest}" if _made_any(run, start) else ""
+    text = f"run {run.generation}, from {start}{reached}"
     return text if record is None else f"{text}, {_when(record.started_seconds, run)}"
 
 
-def _begin_text(run: RunNode) -> str:
+def _start_text(run: RunNode) -> str:
     if run.record and run.record.fork:
         return run.record.fork
-    return f"v{run.begun_at}" if run.began else "the beginning"
+    return f"v{run.start_number}" if run.started_from else "the beginning"
 
 
-def _made_any(run: RunNode, begin: str) -> bool:
+def _made_any(run: RunNode, start: str) -> bool:
     """Whether a run came further than where it began. A fork's first version may have the number of
     its source's."""
-    if begin.endswith(f"@v{run.newest}"):
+    if start.endswith(f"@v{run.newest}"):
         return any(each.id.version < run.newest for each in run.versions)
-    return run.newest > run.begun_at
+    return run.newest > run.start_number
 
 
-def _when(began_seconds: float, run: RunNode) -> str:
-    began = _time_text(began_seconds)
+def _when(started_seconds: float, run: RunNode) -> str:
+    since = _time_text(started_seconds)
     if run.end is None:
-        return f"{began}, {'running' if run.running else 'no end noted'}"
-    return f"{began} to {_time_text(run.end.ended_seconds, began)}, {_end_text(run)}"
+        return f"{since}, {'running' if run.running else 'no end noted'}"
+    return f"{since} to {_time_text(run.end.ended_seconds, since)}, {_end_text(run)}"
 
 
 def _end_text(run: RunNode) -> str:
@@ -393,13 +393,13 @@ def _is_bare(run: RunNode) -> bool:
 def _starts_text(runs: list[RunNode]) -> str:
     """A line about several starts that left nothing."""
     first, last = (r.record.started_seconds for r in (runs[0], runs[-1]) if r.record)
-    begin = _begin_text(runs[0])
-    began = _time_text(first)
+    start = _start_text(runs[0])
+    since = _time_text(first)
     ends = Counter(map(_end_text, runs)).most_common()
     return ", ".join(
         [
-            f"run {runs[0].generation}, from {begin}: {len(runs)} starts that left no version",
-            f"{began} to {_time_text(last, began)}",
+            f"run {runs[0].generation}, from {start}: {len(runs)} starts that left no version",
+            f"{since} to {_time_text(last, since)}",
             *(f"{text} ({count})" if len(ends) > 1 else text for text, count in ends),
         ]
     )

@@ -163,7 +163,7 @@ class RunNotes:
         self._record: RunRecord | None = None
         self._threads: list[threading.Thread] = []
         self._close_seconds = CLOSE_SECONDS
-        self.began: VersionId | None = None
+        self.started_from: VersionId | None = None
         """The version of this job that the run restores; None: it begins without one."""
         self.fork = ""
         """The version of another job that the run begins from; empty: none."""
@@ -175,7 +175,7 @@ class RunNotes:
         self._record = RunRecord(
             run_id=run_id,
             generation=generation,
-            began=self.began,
+            started_from=self.started_from,
             fork=_whole(self.fork),
             started_seconds=time.time(),
             ranks=self._ranks,
@@ -186,7 +186,7 @@ class RunNotes:
             persistent=self._config.persistent.path if self._config.uses(PERSISTENT) else "",
             **facts_here(self._config.node),
         )
-        self._begin(None, self._config.uses(LOCAL) and self._is_first, self._far)
+        self._write_record(None, self._config.uses(LOCAL) and self._is_first, self._far)
 
     def end(self, asked: str, abandoned: bool, version: int) -> None:
         """Note that the run ends, and how; only once, and only if its beginning was noted. Raises
@@ -196,7 +196,7 @@ class RunNotes:
         reason, failed = end_reason(asked, abandoned)
         end = RunEnd(self._record.run_id, time.time(), reason, self._rank, failed, version)
         local = self._config.uses(LOCAL) and (self._is_first or failed)
-        self._begin(end, local, self._far and not (failed and local))
+        self._write_record(end, local, self._far and not (failed and local))
         self._record = None
         self._close_seconds = ERROR_SECONDS if failed else CLOSE_SECONDS
 
@@ -204,7 +204,7 @@ class RunNotes:
     def _far(self) -> bool:
         return self._config.uses(PERSISTENT) and self._rank == 0
 
-    def _begin(self, end: RunEnd | None, local: bool, far: bool) -> None:
+    def _write_record(self, end: RunEnd | None, local: bool, far: bool) -> None:
         if self._record is None or not (local or far):
             return
         self._threads = [each for each in self._threads if each.is_alive()]

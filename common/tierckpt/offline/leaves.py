@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.manifest import digest
 from tierckpt.state.tree_codec import (
@@ -194,7 +194,7 @@ def import_named(modules: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a module may raise anything on import
-            why = in_words(error)
+            why = error_text(error)
             raise ConfigError(
                 f"--import {name}: {why}. Add the folders of your own modules to PYTHONPATH"
             ) from error

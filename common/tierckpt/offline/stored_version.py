@@ -191,7 +191,9 @@ def version_to_read(there: Survey, version: int | None) -> int | None:
 
 def candidates_of(there: Survey) -> Candidates:
     """Return the copies of a survey, for `find`. A version that was given up counts, too."""
-    return Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
+    return Candidates(
+        [there.found], [there.parities], rollback_run=there.rollback_run, abandoned=True
+    )
 
 
 def refuse_newer(there: Survey) -> None:
@@ -274,7 +276,7 @@ class _Reading:
                 f"{attempt.plan.id} is incomplete: {'; '.join(contents.missing[:4])}"
             )
         attempt.broadcaster.make_room(contents.outlines)
-        attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+        attempt.progress.start_phase(f"loading v{attempt.plan.id.version}", attempt.nbytes)
         attempt.visit(self._take, self._filler.wants)
         if attempt.trouble:
             raise RestoreError(f"{attempt.plan.id} could not be read completely: {attempt.trouble}")
@@ -428,8 +430,8 @@ class Shard:
         self._most_kept = kept_blocks
         self.manifest: Manifest = image.manifest
         self.header: ShardHeader = check_header(image)
-        begin = self.header.header_bytes
-        self._offsets = list(accumulate(self.header.block_bytes, initial=begin))
+        start = self.header.header_bytes
+        self._offsets = list(accumulate(self.header.block_bytes, initial=start))
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     def block(self, number: int) -> bytes:
@@ -484,10 +486,10 @@ class Shard:
 
     def copy(self, number: int, low: int, into: np.ndarray, block: bytes) -> None:
         """Put the part of a block into `into`, which begins at the shard's byte `low`."""
-        begin = max(low, self._offsets[number])
+        start = max(low, self._offsets[number])
         end = min(low + len(into), self._offsets[number + 1])
-        part = np.frombuffer(block, np.uint8, end - begin, begin - self._offsets[number])
-        into[begin - low : end - low] = part
+        part = np.frombuffer(block, np.uint8, end - start, start - self._offsets[number])
+        into[start - low : end - low] = part
 
     def blocks(self, low: int, high: int) -> range:
         """The blocks that contain these bytes."""
@@ -506,9 +508,9 @@ class Shard:
 
     def windows(self, low: int, high: int) -> Iterator[bytes]:
         """These bytes in order, in parts. Raises CorruptShardError, OSError."""
-        for begin in range(low, high, WINDOW_BYTES):
-            part = np.empty(min(WINDOW_BYTES, high - begin), np.uint8)
-            self.read(begin, part)
+        for start in range(low, high, WINDOW_BYTES):
+            part = np.empty(min(WINDOW_BYTES, high - start), np.uint8)
+            self.read(start, part)
             yield part.tobytes()
 
     def tree_part(self, low: int, high: int) -> bytes:

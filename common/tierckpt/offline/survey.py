@@ -283,7 +283,7 @@ class Survey:
             [found],
             version=version,
             parities=[self.parities],
-            began=self.began_last,
+            rollback_run=self.rollback_run,
             abandoned=abandoned,
         )
 
@@ -298,21 +298,21 @@ class Survey:
         return merged_rollbacks(self.rollbacks)
 
     @property
-    def began_last(self) -> tuple[int, int]:
+    def rollback_run(self) -> tuple[int, int]:
         """The entry in the lineage of the last run that went back."""
         return self.record.entry if self.record else NO_RUN
 
     @property
-    def begins_at(self) -> tuple[int, int]:
+    def next_run(self) -> tuple[int, int]:
         """The entry in the lineage of the next run if there is a request, else of the last run that
         went back."""
         request = self.request
-        return (self.generation + 1, request.version) if request else self.began_last
+        return (self.generation + 1, request.version) if request else self.rollback_run
 
     @property
     def generation(self) -> int:
         """The newest generation seen; 0 without any."""
-        return max([0, self.began_last[0], *(copy.key.id.generation for copy in self.copies)])
+        return max([0, self.rollback_run[0], *(copy.key.id.generation for copy in self.copies)])
 
     def is_elsewhere(self, place: Location) -> bool:
         """Whether this is memory that no restart from these places sees."""
@@ -334,7 +334,7 @@ class Survey:
         """Sentences about everything that could not be read."""
         found = dict[tuple[str, str], str]()
         for each in (*self.unseen, *self.problems, *self.bad_notes):
-            place, named, why = _whole(each.place.where), *_parted(each.why)
+            place, named, why = _whole(each.place.where), *_split_reason(each.why)
             why = why if _whole(named) == place else each.why
             # A directory may have been seen as two levels, under two names.
             found.setdefault((place, why), f"{each.place.where}: {why}")
@@ -345,7 +345,7 @@ def _whole(place: str) -> str:
     return place if is_url(place) or answers.is_silent(place) else os.path.realpath(place)
 
 
-def _parted(why: str) -> tuple[str, str]:
+def _split_reason(why: str) -> tuple[str, str]:
     """The place that a reason begins with, and the rest."""
     place, _, rest = why.partition(": ")
     return place, rest

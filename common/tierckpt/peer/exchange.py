@@ -48,7 +48,7 @@ from functools import partial
 from typing import Any
 
 from tierckpt import _faults
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.erasure.codes import Stripes, plan_member, plan_rebuild
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.erasure.parity_manifest import ParityManifest
@@ -279,9 +279,9 @@ class Exchange:
         """Enter the member's exchange, with retries while it cannot be reached. The limit is
         shorter when the previous exchange could not reach it either."""
         transport, address = self._transport, self._party.addresses[member]
-        limits, begin, doubted = transport.limits, time.monotonic(), transport.doubts(address)
+        limits, start, doubted = transport.limits, time.monotonic(), transport.doubts(address)
         while True:
-            reach_before = min(deadline, begin + limits.again_seconds) if doubted else deadline
+            reach_before = min(deadline, start + limits.again_seconds) if doubted else deadline
             try:
                 return self._try_to_join(member, reach_before, deadline)
             except (RefusedError, ExchangeCancelledError):
@@ -357,7 +357,7 @@ class Exchange:
                 raise PeerError(f"{link.peer} gave up: {frame.get('why', frame)}", source)
             self._inbox.end(source)
         except (PeerError, KeyError, TypeError, ValueError) as error:
-            text = f"{link.peer} sent an invalid message: {in_words(error)}"
+            text = f"{link.peer} sent an invalid message: {error_text(error)}"
             text = str(error) if isinstance(error, PeerError) else text
             self._fail(PeerError(text, source))
             link.send_now({"op": "failed", "why": text[:MAX_TEXT]})
@@ -483,9 +483,9 @@ class Exchange:
         return f"{self.id} of the group of ranks {', '.join(map(str, self._party.group.ranks))}"
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         done = work()
-        self._report.seconds[name] = time.perf_counter() - begin
+        self._report.seconds[name] = time.perf_counter() - start
         return done
 
     def _fault(self, operation: str) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
 from tierckpt.format.ids import VersionId
 
@@ -315,7 +315,7 @@ class Transport:
                 raise PeerError(f"{link.peer} sent the unknown request {operation!r}")
         except (OSError, KeyError, TypeError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
-            link.send({"error": in_words(error)[:MAX_TEXT], "gone": gone})
+            link.send({"error": error_text(error)[:MAX_TEXT], "gone": gone})
 
     def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
         member = int(head["to"])

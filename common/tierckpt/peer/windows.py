@@ -188,17 +188,17 @@ class Inbox:
     # --- with the condition held ---------------------------------------------------------------
 
     def _wait_for(self, missing: Callable[[], set[int]]) -> None:
-        begin = time.monotonic()
+        start = time.monotonic()
         excused: dict[int, float] = {}
-        while (silent := self._silent(missing, begin, excused)) is not None:
-            seconds = time.monotonic() - max(begin, self._progress.get(silent, begin))
+        while (silent := self._silent(missing, start, excused)) is not None:
+            seconds = time.monotonic() - max(start, self._progress.get(silent, start))
             if not self._excuse(silent, seconds):
                 text = f"{self.names[silent]} sent nothing for {seconds:.3g} s"
                 raise PeerError(text, silent)
             excused[silent] = time.monotonic()
 
     def _silent(
-        self, missing: Callable[[], set[int]], begin: float, excused: Mapping[int, float]
+        self, missing: Callable[[], set[int]], start: float, excused: Mapping[int, float]
     ) -> int | None:
         """Wait for the missing members. Returns None when all are there, or a member that was
         silent for too long."""
@@ -207,7 +207,7 @@ class Inbox:
                 self._check()
                 self.waiting_for = frozenset(sources)
                 since = {
-                    s: max(begin, self._progress.get(s, begin), excused.get(s, begin))
+                    s: max(start, self._progress.get(s, start), excused.get(s, start))
                     for s in sources
                 }
                 slowest = min(sources, key=lambda s: (since[s], s))

@@ -236,13 +236,13 @@ class Link:
 
     # --- receiving -----------------------------------------------------------------------------
 
-    def receive(self, begin_seconds: float | None) -> dict[str, Any]:
-        """Head of the next frame; waits at most `begin_seconds` for it to begin (None: no limit).
+    def receive(self, wait_seconds: float | None) -> dict[str, Any]:
+        """Head of the next frame; waits at most `wait_seconds` for it to begin (None: no limit).
 
         Raises PeerError also for bytes that are no valid frame.
         """
         length = bytearray(4)
-        self._fill(memoryview(length), begin_seconds)
+        self._fill(memoryview(length), wait_seconds)
         nbytes = int.from_bytes(length, "big")
         if not 0 < nbytes <= MAX_HEAD_BYTES:
             raise PeerError(f"{self.peer} sent an invalid frame: {bytes(length)!r}")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tierckpt import _process
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots import Rows
@@ -123,12 +123,12 @@ class Drift:
         self._spared.drifted()
         known = {id_ for ledger in agreement.ledgers.values() for id_ in ledger.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
-        clean = finding.clean if finding.clean is not None else history.began_at
-        self._begin(known, clean, finding.text())
+        clean = finding.clean if finding.clean is not None else history.start_version
+        self._start_marking(known, clean, finding.text())
         marked = f"Versions after v{clean} are marked as suspect"
         if finding.clean is None:
             marked = "Versions taken before this was known are marked as suspect"
-        return Consequences(marked, self._way_back(), history.began_at > 0, history.nodes)
+        return Consequences(marked, self._way_back(), history.start_version > 0, history.nodes)
 
     def _way_back(self) -> str:
         where = self._config.directory
@@ -148,7 +148,7 @@ class Drift:
             f"versions and their marks: tierckpt list {shlex.quote(where)}"
         )
 
-    def _begin(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
+    def _start_marking(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
         run_id = self._history.name
         suspects = {i for i in ids if self._history.is_own(i.generation) and i.version > clean}
 
@@ -352,7 +352,7 @@ class ReplicaMonitor(Part):
         if self._gone >= GONE_OFTEN:
             look.finish()
             self._at_once_from = version if self._at_once_from is None else self._at_once_from
-        look.begin = self._submit
+        look.submit = self._submit
         self._look = look
         if at.early:
             look.wake()
@@ -377,7 +377,7 @@ class ReplicaMonitor(Part):
         itself."""
         severity = logging.DEBUG if self._complained else logging.WARNING
         self._complained = True
-        text = f"replicas were not compared: {in_words(error)}"
+        text = f"replicas were not compared: {error_text(error)}"
         self._reports.notice(text, severity)
 
     def released(

@@ -444,7 +444,7 @@ ALIKE_AGAIN = (
 )
 GONE = (
     "replicas differed at v{version}, and were alike again two steps later: {difference}. {then}. "
-    "The training goes on. Either the last bits of a value differed, and rounding removed the "
+    "The training continues. Either the last bits of a value differed, and rounding removed the "
     "difference, or the script writes weights between the checkpointer's step() and the "
     "optimizer's next step, in a way that autograd does not count (`.data`)"
 )
@@ -501,7 +501,7 @@ def text_of_divergence(
     return (
         f"ranks make different numbers of optimizer steps: {at}, and {others} not come to the "
         f"boundary of v{finding.version}. No further version is taken until restore(), and ranks "
-        f"can no longer agree on signals and halt requests; the training goes on. {then.marked}. "
+        f"can no longer agree on signals and halt requests; the training continues. {then.marked}. "
         f"To go back: {then.way_back}. To find the cause: {_cause(finding, then.nodes)}"
     )
 

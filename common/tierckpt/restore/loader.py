@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import SAME_STATE, StateTornError
 from tierckpt.format.layout import PER_RANK, REPLICATED, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
@@ -74,7 +74,7 @@ class TensorPreallocator:
         self._filled: dict[int, int] = {}
         """By shard: offset in its data up to which its pieces were copied."""
 
-    def begin(self, wanted: bool) -> None:
+    def start(self, wanted: bool) -> None:
         """Begin another version, or another attempt; tensors made for the previous one are reused.
         If not `wanted`, nothing is preallocated for this one."""
         self._live = None if wanted else {}
@@ -197,21 +197,21 @@ class PieceWriter:
         low = offset - header.header_bytes
         data = torch.frombuffer(window, dtype=torch.uint8)
         source = data.data_ptr() - low
-        for piece, target, begin, end in self._going(shard, low, low + len(window)):
-            count, size = end - begin, piece.spec.itemsize_bytes
-            first = piece.start * size + begin - piece.offset
+        for piece, target, start, end in self._going(shard, low, low + len(window)):
+            count, size = end - start, piece.spec.itemsize_bytes
+            first = piece.start * size + start - piece.offset
             inside = first >= 0 and first + count <= target.nbytes
             if count < SMALL_BYTES and target.is_cpu and inside:
-                ctypes.memmove(target.data_ptr() + first, source + begin, count)
+                ctypes.memmove(target.data_ptr() + first, source + start, count)
             else:  # torch refuses a range that is not inside
-                part = slice(begin - piece.offset, end - piece.offset)
-                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+                part = slice(start - piece.offset, end - piece.offset)
+                _bytes_of(target, piece)[part].copy_(data[start - low : end - low])
 
     def wants(self, shard: int, low: int, high: int) -> bool:
         """Whether `take` needs these bytes, which follow the header of the current shard."""
         assert self.header is not None
-        begin = self.header.header_bytes
-        return any(True for _ in self._going(shard, low - begin, high - begin))
+        start = self.header.header_bytes
+        return any(True for _ in self._going(shard, low - start, high - start))
 
     def _going(
         self, shard: int, low: int, high: int
@@ -222,13 +222,13 @@ class PieceWriter:
         pieces, ends = self.header.pieces, self._ends
         for number in range(bisect_left(ends, low), len(pieces)):
             piece, stop = pieces[number], ends[number]
-            begin = piece.offset
-            if begin + (stop > begin) > high:  # an empty one may lie at the end
+            start = piece.offset
+            if start + (stop > start) > high:  # an empty one may lie at the end
                 break
             target = self._place_of(shard, piece)
-            begin, end = max(begin, low), min(stop, high)
-            if target is not None and begin < end:
-                yield piece, target, begin, end
+            start, end = max(start, low), min(stop, high)
+            if target is not None and start < end:
+                yield piece, target, start, end
 
 
 def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -574,8 +574,8 @@ class Loader:
         for name, flags in self._trained.items():
             if (live := self._live.get(name)) is None:
                 continue
-            then, at_begin = bool(flags & 1), bool(flags & 2)
-            wanted = then if then != at_begin else self.state.trained_first.get(name, then)
+            then, at_start = bool(flags & 1), bool(flags & 2)
+            wanted = then if then != at_start else self.state.trained_first.get(name, then)
             if live.requires_grad != wanted:
                 live.requires_grad_(wanted)
 
@@ -668,7 +668,7 @@ def _naming(obj: Any, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind, why = type(obj).__name__, in_words(error)
+        kind, why = type(obj).__name__, error_text(error)
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
 
 

@@ -45,7 +45,7 @@ class Progress:
             except (Exception, SystemExit):  # the second error: an older console, for a broken pipe
                 self._shown = False
 
-    def begin(self, phase: str, total_bytes: int = 0) -> None:
+    def start_phase(self, phase: str, total_bytes: int = 0) -> None:
         """Begin a phase; 0 bytes: the total is unknown."""
         if self._shown:
             with self._careful():

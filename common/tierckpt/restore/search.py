@@ -334,15 +334,15 @@ class VersionSearch:
         history: JobHistory,
         reports: Reports,
         bar: Progress,
-        begin_seconds: float,
+        start_seconds: float,
         elsewhere: Collection[Path] = (),
     ) -> None:
         """Take the inventory of all levels: collective, in a block of `error_barrier`.
-        `begin_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
+        `start_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
         `NodeResources.left_elsewhere`."""
         self._config, self._history, self._reports = config, history, reports
         self._error_barrier = error_barrier
-        self._begin_seconds = begin_seconds
+        self._start_seconds = start_seconds
         self.version: int | None = None
         """The version that was asked for."""
         self._requests: tuple[RollbackRequest, ...] = ()
@@ -357,13 +357,13 @@ class VersionSearch:
         """Problems and unreachable nodes that were already reported."""
         self._notices = RestoreNotices(config, error_barrier.rank, history, reports, elsewhere)
         history.look(error_barrier)
-        self._inventory_seconds = time.perf_counter() - begin_seconds
+        self._inventory_seconds = time.perf_counter() - start_seconds
         self._candidates = Candidates(
             history.found,
             history.parities,
             history.nodes,
             self._notices.rejected,
-            history.began_last,
+            history.rollback_run,
         )
         new, live_bytes = self._target()
         spill = SpillPolicy(Path(config.directory), live_bytes)
@@ -401,7 +401,7 @@ class VersionSearch:
                 if version is None:
                     self._notices.before_loading(id_)
                 if found is None and self._excluded:
-                    self._history.begin_afresh(max(self._excluded))
+                    self._history.start_afresh(max(self._excluded))
                 elif found is None:
                     self._nothing_found(live_version)
                 else:
@@ -452,7 +452,7 @@ class VersionSearch:
             text = f"going back to {reached}, although {lost} was complete once: {remains}"
             self._notices.of_all(text, logging.WARNING)
         result.rejected = tuple(self._candidates.rejected)
-        total_seconds = time.perf_counter() - self._begin_seconds
+        total_seconds = time.perf_counter() - self._start_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
         self._notices.restored(result, len(self._excluded))
         self._history.forget()
@@ -484,7 +484,7 @@ class VersionSearch:
 
     def _is_past_rollback(self, found: VerifiedVersion) -> bool:
         """True if a run went back and was killed before it had a version."""
-        return self._history.began_last[0] > found.plan.id.generation
+        return self._history.rollback_run[0] > found.plan.id.generation
 
     # --- judgements, between the steps ---------------------------------------------------------
 
@@ -539,8 +539,8 @@ class VersionSearch:
             f"{names} {'is' if len(self.passed_over) == 1 else 'are'} suspect, as replicas "
             f"differed: {self._history.suspects[newest]}"
         )
-        began = self._history.lineage_of(newest)[-1]
-        if began == (newest.generation, found.version) and newest.generation > found.generation:
+        last = self._history.lineage_of(newest)[-1]
+        if last == (newest.generation, found.version) and newest.generation > found.generation:
             raise RestoreError(
                 f"the previous run of this job was started from {found}, and replicas differed "
                 f"again before a newer version was known to be the same on all ranks ({why}). This "
@@ -561,7 +561,7 @@ class VersionSearch:
         """Look whether a newer version than the one found was complete once. `report` warns of it,
         unless the steps of a journal lead to it again."""
         lost = self._history.once_complete()
-        generation, version = self._history.began_last
+        generation, version = self._history.rollback_run
         if generation > found.generation and found.version == version:
             return  # it went back on purpose
         if lost is not None and lost > found and lost not in {*self.passed_over, *self._excluded}:
@@ -607,7 +607,7 @@ class VersionSearch:
                 f"known to have ever been on all ranks' disks; {self._remaining_shards()}",
                 logging.ERROR if self._candidates.rejected else logging.WARNING,
             )
-        self._history.begin_afresh()
+        self._history.start_afresh()
 
     def _versions(self, wanted: int) -> str:
         """The nearest versions that a restore could take."""

@@ -27,7 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.shard_coding import Decoder, Read
 from tierckpt.core.levels import AGENT
@@ -248,9 +248,9 @@ def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Sh
     room = mmap.mmap(-1, manifest.image_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def forget(low: int, high: int) -> None:
-        begin, end = (offset - offset % mmap.PAGESIZE for offset in (low, high))
-        if end > begin:
-            room.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        start, end = (offset - offset % mmap.PAGESIZE for offset in (low, high))
+        if end > start:
+            room.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close() -> None:
         with contextlib.suppress(BufferError):  # a part is still in use: freed with that
@@ -273,9 +273,9 @@ def in_file(
     mapped = MappedFile(room)
 
     def rest(low: int, high: int) -> None:
-        begin = low - low % mmap.PAGESIZE
-        if high > begin:
-            room.madvise(mmap.MADV_DONTNEED, begin, high - begin)  # the file keeps all pages
+        start = low - low % mmap.PAGESIZE
+        if high > start:
+            room.madvise(mmap.MADV_DONTNEED, start, high - start)  # the file keeps all pages
 
     def settle() -> None:
         try:
@@ -345,9 +345,9 @@ class _Fetched:
         with self._lock:
             for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES)):
                 if block not in self._there:
-                    begin = block * BLOCK_BYTES
-                    part = self.view[begin : begin + BLOCK_BYTES]
-                    self._file.read_into(begin, part)
+                    start = block * BLOCK_BYTES
+                    part = self.view[start : start + BLOCK_BYTES]
+                    self._file.read_into(start, part)
                     self._there.add(block)
 
     def close(self) -> None:
@@ -417,7 +417,7 @@ class Failure:
     @staticmethod
     def of(key: ShardKey, place: Location, error: BaseException) -> Failure:
         """The failure of a copy for which `error` was raised."""
-        why = in_words(error, *LOST)
+        why = error_text(error, *LOST)
         blame, undecodable = FaultScope.of(place, error), isinstance(error, CodecError)
         silent = place.level == AGENT and isinstance(error, ConnectionError)
         return Failure(key, place, why, undecodable, blame, gone=_is_gone(error), silent=silent)

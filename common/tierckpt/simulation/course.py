@@ -141,19 +141,19 @@ class SharedStore:
     def transfer(self, seconds: float) -> Steps:
         """Wait as long as a transfer takes that needs `seconds` at full speed."""
         while seconds > ROUNDING_SECONDS:
-            speed, began, changed = self.speed, self._env.now, self._changed
+            speed, start_time, changed = self.speed, self._env.now, self._changed
             if speed:
                 yield self._env.timeout(seconds / speed) | changed
             else:
                 yield changed
-            seconds -= (self._env.now - began) * speed
+            seconds -= (self._env.now - start_time) * speed
 
-    def is_complete(self, began: float, seconds: float) -> bool:
+    def is_complete(self, start_time: float, seconds: float) -> bool:
         """True if a transfer that began then is complete now."""
         done, now = 0.0, self._env.now
         for number, (since, speed) in enumerate(self._history):
             ends = [*self._history[number + 1 : number + 2], (now, 0.0)][0][0]
-            done += max(0.0, min(ends, now) - max(since, began)) * speed
+            done += max(0.0, min(ends, now) - max(since, start_time)) * speed
         return done >= seconds - ROUNDING_SECONDS
 
     def _life(self) -> Steps:
@@ -174,7 +174,7 @@ class SharedStore:
         changed.succeed()
 
 
-WRITES_GO_ON = {"process": ("local", "peer", "persistent")}
+WRITES_CONTINUE = {"process": ("local", "peer", "persistent")}
 """Levels whose agents complete a write after such a failure. A copy to memory ends with its
 process."""
 
@@ -188,16 +188,17 @@ class Holdings:
         self._pending: dict[str, tuple[float, int]] = {}
         """By level, the time at which a write that outlived its run began, and its version."""
 
-    def advance(self, begin: float, from_position: float, position: float, kind: str) -> None:
-        """Add the versions of a run that began at `begin`, and was at `position` when it failed."""
+    def advance(self, start_time: float, from_position: float, position: float, kind: str) -> None:
+        """Add the versions of a run that began at `start_time`, and was at `position` when it
+        failed."""
         for rung in self._schedule.rungs:
-            found, started = self._newest(rung, begin, from_position, position)
+            found, started = self._newest(rung, start_time, from_position, position)
             if found and self._is_new(found, from_position):
                 self.newest[rung.name] = max(found, self.newest.get(rung.name, 0))
                 self._pending.pop(rung.name, None)
             if started > found and self._is_new(started, from_position):
-                wall = begin + self._schedule.position(started) - from_position
-                if rung.name in WRITES_GO_ON.get(kind, ()):
+                wall = start_time + self._schedule.position(started) - from_position
+                if rung.name in WRITES_CONTINUE.get(kind, ()):
                     self._pending[rung.name] = wall, started
 
     def _is_new(self, version: int, from_position: float) -> bool:
@@ -205,7 +206,7 @@ class Holdings:
         return self._schedule.position(version) > from_position
 
     def _newest(
-        self, rung: Rung, begin: float, from_position: float, position: float
+        self, rung: Rung, start_time: float, from_position: float, position: float
     ) -> tuple[int, int]:
         """The newest complete version, and the newest one that was begun."""
         every = rung.every_steps
@@ -214,7 +215,7 @@ class Holdings:
         if rung.flush_seconds:
             lead = rung.latency_seconds - rung.flush_seconds
             while complete > 0 and self._is_new(complete, from_position):
-                wall = begin + self._schedule.position(complete) - from_position + lead
+                wall = start_time + self._schedule.position(complete) - from_position + lead
                 if self._store.is_complete(wall, rung.flush_seconds):
                     break
                 complete -= every
@@ -225,11 +226,11 @@ class Holdings:
         for rung in self._schedule.rungs:
             if rung.name not in self._pending:
                 continue
-            began, version = self._pending[rung.name]
+            start_time, version = self._pending[rung.name]
             lead = rung.latency_seconds - rung.flush_seconds
-            done = began + rung.latency_seconds <= now
+            done = start_time + rung.latency_seconds <= now
             if rung.flush_seconds:
-                done = self._store.is_complete(began + lead, rung.flush_seconds)
+                done = self._store.is_complete(start_time + lead, rung.flush_seconds)
             if done:
                 self.newest[rung.name] = max(version, self.newest.get(rung.name, 0))
                 del self._pending[rung.name]
@@ -321,7 +322,7 @@ class SimulatedJob:
         """Where the training is, or where it resumes from."""
         self._reached = 0.0
         """Where it was when it failed."""
-        self._farthest, self._in_vain = 0.0, 0
+        self._farthest, self._fruitless = 0.0, 0
         """The farthest position that the training began from, and the failures since."""
         self._missing = 0
         self._exposed: set[int] = set()
@@ -393,10 +394,10 @@ class SimulatedJob:
     def _damage(self, kind: str) -> None:
         """Take away what a failure takes."""
         self._outcome.failures[kind] += 1
-        self._in_vain += 1
+        self._fruitless += 1
         endless = math.isinf(self._scenario.job.length_seconds)
-        if endless and self._in_vain > MAX_WITHOUT_PROGRESS:
-            raise ConfigError(NO_PROGRESS.format(count=self._in_vain, done=self._farthest))
+        if endless and self._fruitless > MAX_WITHOUT_PROGRESS:
+            raise ConfigError(NO_PROGRESS.format(count=self._fruitless, done=self._farthest))
         if kind == "process":
             return
         self._only_processes = False
@@ -438,9 +439,9 @@ class SimulatedJob:
                     yield from self._restart()
                 interrupted = None
                 self._enter("training")
-                begin, start = self._env.now, self._position
+                start_time, start = self._env.now, self._position
                 if start > self._farthest:
-                    self._farthest, self._in_vain = start, 0
+                    self._farthest, self._fruitless = start, 0
                 yield self._env.timeout(end - start)
                 self._enter("ended")
                 return
@@ -451,7 +452,7 @@ class SimulatedJob:
                 if was_training:
                     self._reached = self._position
                     if self._scenario.constant is None:
-                        self._holdings.advance(begin, start, self._position, kind)
+                        self._holdings.advance(start_time, start, self._position, kind)
                     self._only_processes = True
                 self._damage(kind)
                 interrupted = failure

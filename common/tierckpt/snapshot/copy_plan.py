@@ -442,9 +442,9 @@ class CopyPlan:
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
-        self.began: dict[str, Any] = {}
+        self.first_kinds: dict[str, Any] = {}
         if state.has_buffers():
-            self.began = module_attributes.changed_kinds(state.first_buffers, state.model)
+            self.first_kinds = module_attributes.changed_kinds(state.first_buffers, state.model)
         self.shared = tree_codec.Packed(state.optimizer_tree.shared(walk.state))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self.own = own
@@ -636,12 +636,12 @@ class CopyPlan:
         pieces = self.layout.pieces
         sizes = np.array([p.spec.itemsize_bytes for p in pieces], np.uint64)
         starts = np.array([p.start for p in pieces], np.uint64)
-        begins = np.array(addresses(self.sources), np.uint64) + starts * sizes
+        bases = np.array(addresses(self.sources), np.uint64) + starts * sizes
         blocks = self.layout.blocks
         parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
         piece, low, high = parts.T
         lengths = (high - low) * sizes[piece]
-        segments = np.stack([begins[piece] + low * sizes[piece], lengths], axis=1)
+        segments = np.stack([bases[piece] + low * sizes[piece], lengths], axis=1)
         counts = [len(b.parts) for b in blocks]
         firsts = accumulate(counts, initial=0)
         rows = [
@@ -750,11 +750,11 @@ class Binding:
         return self.view[low : low + layout_block.nbytes]
 
     def copy_tree(
-        self, encoded: tree_codec.EncodedTree, begin: int, end: int, block: int
+        self, encoded: tree_codec.EncodedTree, start: int, end: int, block: int
     ) -> memoryview:
         """Copy one block of the rank's tree and of the zeros after it, which fill the bytes from
-        `begin` to `end`; returns it."""
-        low = begin + block * BLOCK_BYTES
+        `start` to `end`; returns it."""
+        low = start + block * BLOCK_BYTES
         high = min(low + BLOCK_BYTES, end)
-        encoded.copy(low - begin, self.tensor[low:high])
+        encoded.copy(low - start, self.tensor[low:high])
         return self.view[low:high]

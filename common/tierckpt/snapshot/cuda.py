@@ -433,12 +433,12 @@ class CudaSnapshot(Snapshot):
     def _feed_and_receive(self) -> None:
         self._boundary.synchronize()  # copies begin after the device reaches the boundary
         while self.phase is Phase.OPEN:
-            begin = time.perf_counter()
+            start = time.perf_counter()
             with self._feeding:
                 fed = len(self._flying) < BATCHES_IN_FLIGHT and self._feed(BATCH_BYTES)
             if fed:
                 with self._changed:
-                    self.clock.copy += time.perf_counter() - begin
+                    self.clock.copy += time.perf_counter() - start
             elif self._flying:
                 self._receive(self._flying.popleft())
             elif self._hashing:
@@ -459,15 +459,15 @@ class CudaSnapshot(Snapshot):
 
     def barrier(self) -> None:
         """Return after the compute stream was ordered to wait for all reads of live tensors."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             with self._feeding:  # before the release: cloning is better than feeding
                 self._release_rest()
                 self._release_batch()
         except Exception as error:
             self.fail(error)
-        self.clock.barrier += time.perf_counter() - begin
-        self._record("barrier", begin)
+        self.clock.barrier += time.perf_counter() - start
+        self._record("barrier", start)
 
     def _release_batch(self) -> None:
         """Clone or feed the rest, check that nothing was changed, and order the streams."""
@@ -595,14 +595,14 @@ class CudaSnapshot(Snapshot):
         binding = self._binding
         if binding is None:
             return
-        begin = time.perf_counter()
+        start = time.perf_counter()
         batch.arrived.synchronize()
         batch.sources.clear()
         end = time.perf_counter()
         with self._changed:
-            self.clock.copy += end - begin
+            self.clock.copy += end - start
         if self.trace is not None:
-            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin, end)
+            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, start, end)
         if len(batch.blocks) * BLOCK_BYTES > HASHED_ALONE_BYTES:
             # Raises RuntimeError while the interpreter shuts down: then the snapshot fails.
             self._hashing.append(self.lane.hashers.submit(self._hash, batch.blocks, binding))
@@ -611,7 +611,7 @@ class CudaSnapshot(Snapshot):
 
     def _hash(self, blocks: list[int], binding: Binding) -> tuple[list[int], list[bytes], float]:
         """The blocks, their digests, and the seconds that this took. Any thread."""
-        begin, start = time.perf_counter(), len(self._header)
+        started, start = time.perf_counter(), len(self._header)
         sources, copies = self._sources, self.lane.copies
         if sources is not None and copies is not None:
             found = copies.hash(sources, blocks, binding.tensor.data_ptr() + start)
@@ -619,7 +619,7 @@ class CudaSnapshot(Snapshot):
             each = (self.plan.layout.blocks[b] for b in blocks)
             lows = ((start + block.offset, block.nbytes) for block in each)
             found = [digest(binding.view[low : low + nbytes]) for low, nbytes in lows]
-        return blocks, found, time.perf_counter() - begin
+        return blocks, found, time.perf_counter() - started
 
     def _count(self, blocks: list[int], found: list[bytes], seconds: float) -> None:
         """Note the digests of arrived blocks, and seal after the last ones."""

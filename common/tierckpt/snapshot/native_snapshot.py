@@ -67,13 +67,13 @@ class NativeSnapshot(Snapshot):
         if self._all_released:
             return
         try:
-            begin = self._take_begin()
-            if begin is not None and self._at_once and self._post():
+            submit = self._take_submit()
+            if submit is not None and self._at_once and self._post():
                 self._all_released = True
                 return
             self._let_all_copy()
-            if begin is not None:
-                begin(self)
+            if submit is not None:
+                submit(self)
         except BaseException as error:  # as in `barrier`
             self.fail(error)
             raise
@@ -99,10 +99,10 @@ class NativeSnapshot(Snapshot):
             tail, room = self._encode().whole, self._data_bytes - self.plan.layout.nbytes
             if tail is None or room > BLOCK_BYTES:
                 return False
-            begin, head = time.perf_counter(), self._header
+            start, head = time.perf_counter(), self._header
             self.slot = self.choose_slot(self.table.count + 1, len(head) + self._data_bytes, True)
             if self.trace is not None:
-                self._record("slot", begin)
+                self._record("slot", start)
             _faults.point("refill", version=self.facts.id.version)
             _faults.point("tree", version=self.facts.id.version, block=0)
             binding = Binding(self.slot)
@@ -202,9 +202,9 @@ class NativeSnapshot(Snapshot):
         copied = self._job.wait(wait_seconds) is Progress.UNFINISHED
         while (block := self._job.take()) is not None:
             _faults.point("copy", version=self.facts.id.version, block=block)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             end = self._job.copy_one(block)
-            self._record_copy(block, begin, end)
+            self._record_copy(block, start, end)
         return copied
 
     def _count(self) -> bool:

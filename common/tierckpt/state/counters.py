@@ -101,7 +101,7 @@ class Counters:
         if self._looks < LOOKS:
             return
         for owner in self._owners:
-            names = [name for name in owner.seen[-1] if _goes_on(owner, name)]
+            names = [name for name in owner.seen[-1] if _continues(owner, name)]
             if names:
                 self._warn(owner, names)
         self._owners = []
@@ -200,7 +200,7 @@ def _mark_of(value: Any) -> Any:
 
 def _numbers_of(value: Any) -> tuple[int, Any] | None:
     """Size and content of a container of numbers: a moving window, or means by name. One that grows
-    is a record; see `_goes_on`."""
+    is a record; see `_continues`."""
     if not isinstance(value, (list, deque, dict)) or not 0 < len(value) <= MAX_NUMBERS:
         return None
     held = [*(value.values() if isinstance(value, dict) else value)]
@@ -230,7 +230,7 @@ class _Ref:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _goes_on(owner: _Owner, name: str) -> bool:
+def _continues(owner: _Owner, name: str) -> bool:
     values = [seen.get(name) for seen in owner.seen]
     if any(one == other for one, other in pairwise(values)) or None in values:
         return False

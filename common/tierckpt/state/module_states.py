@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.errors import StateTornError, UnsupportedStateError
 from tierckpt.format.manifest import digest
 from tierckpt.state import tree_codec
@@ -246,7 +246,7 @@ class Place:
             into = self._ask(into)
         except Exception as error:
             raise UnsupportedStateError(
-                f"{self}: its state_dict() raises {in_words(error)}. Fix it, or "
+                f"{self}: its state_dict() raises {error_text(error)}. Fix it, or "
                 "remove the hook that raises; if it works only after a forward pass, run one "
                 "before attaching."
             ) from error
@@ -341,7 +341,7 @@ class Place:
         try:
             _shell(self.name, self.module).load_state_dict(whole)
         except Exception as error:
-            return f"{self}: {in_words(error)}"
+            return f"{self}: {error_text(error)}"
         finally:
             for held, key, tensor in params:  # else optimizers would step tensors outside the model
                 if isinstance(held.get(key), torch.nn.Parameter):

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.state import tree_codec
 from tierckpt.state.optimizers import unstorable
@@ -298,7 +298,7 @@ def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         given = optimizer.state_dict()
     except Exception as error:
         raise UnsupportedStateError(
-            f"{name}: its state_dict() raised {in_words(error)}. Without it, a "
+            f"{name}: its state_dict() raised {error_text(error)}. Without it, a "
             "checkpoint may lack parts of the state"
         ) from error
     whole: dict[str, Any] = given if type(given) in (dict, OrderedDict) else {BARE: given}

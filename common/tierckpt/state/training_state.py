@@ -164,15 +164,15 @@ class FileWindows:
 
     def wants(self, low: int, high: int) -> bool:
         """True if these bytes of the shard belong to a file."""
-        return any(begin < high and low < end for begin, end, _ in self._parts)
+        return any(start < high and low < end for start, end, _ in self._parts)
 
     def take(self, offset: int, window: memoryview) -> None:
         """Copy the parts of files that this window has."""
         data = np.frombuffer(window, np.uint8)
-        for begin, end, content in self._parts:
-            low, high = max(begin, offset), min(end, offset + len(window))
+        for start, end, content in self._parts:
+            low, high = max(start, offset), min(end, offset + len(window))
             if low < high:
-                content[low - begin : high - begin] = data[low - offset : high - offset]
+                content[low - start : high - start] = data[low - offset : high - offset]
 
 
 class RoutedState:

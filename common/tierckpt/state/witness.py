@@ -297,7 +297,7 @@ class Ways:
     """A generator that was not found."""
     set_epoch: str = "call data.set_epoch(epoch), and set_epoch() of the data set, before each pass"
     count: str = "set its count from data.epoch before the pass"
-    begin: str = "begin the next epoch, which may have other data: data.set_epoch({next})"
+    start: str = "begin the next epoch, which may have other data: data.set_epoch({next})"
 
 
 OWN_GENERATOR = (
@@ -312,7 +312,7 @@ EPOCH = (
 COUNTS = "the loader or the data set counts its passes by itself: {count}"
 CHANGED = (
     "the data set, its order, or the library or kind of processor that decodes it has changed: "
-    "make it as it was, or {begin}"
+    "make it as it was, or {start}"
 )
 LIVES_ON = "workers live on from epoch to epoch: set persistent_workers=False"
 

@@ -297,9 +297,9 @@ def process_mark(process: str | int) -> str:
     with contextlib.suppress(OSError, IndexError, ValueError):
         stat = Path(f"/proc/{process}/stat").read_text()
         # The name, in brackets, may contain any character.
-        number, begun = stat.split()[0], stat.rpartition(")")[2].split()[19]
+        number, started = stat.split()[0], stat.rpartition(")")[2].split()[19]
         space = os.stat("/proc/self/ns/pid").st_ino
-        text = f"{boot} {space} {number} {begun}"
+        text = f"{boot} {space} {number} {started}"
         return hashlib.sha256(text.encode()).hexdigest()[:_LETTERS] if boot else ""
     return ""
 
@@ -363,13 +363,13 @@ class DirectoryClaim:
         run_starters: Iterable[str] = (),
         persistent: str = "",
         events: str = "",
-        goes_on_from: int = 0,
+        continues_from: int = 0,
         has_keeper: bool = True,
     ) -> None:
         """`token` is the same in the whole job; `node` is the number of this node in it; `launch`
         is that of this process; `memory` is the folder of the job's slots, recorded for other runs;
         `run_starters` are the starters of all ranks; `persistent` and `events` are recorded, see
-        `Claim`; `goes_on_from`: see `stake`; `has_keeper`: a process of its own holds the claim
+        `Claim`; `continues_from`: see `stake`; `has_keeper`: a process of its own holds the claim
         open, see `file_lock.hand_over`."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
@@ -390,7 +390,7 @@ class DirectoryClaim:
             persistent if is_url(persistent) else _absolute(persistent),
             _absolute(events),
         )
-        self._goes_on_from, self._has_keeper = goes_on_from, has_keeper
+        self._continues_from, self._has_keeper = continues_from, has_keeper
         self._fd: int | None = None
         self._awaited: set[Path] = set()
         """Claims that were held when this process came."""
@@ -406,7 +406,7 @@ class DirectoryClaim:
     def stake(self) -> str:
         """Claim the directory, after waiting for other claims to end. Returns "" or the reason for
         a refusal; after a refusal the directory is not claimed. Raises JobFinishedError if a run
-        that was waited for has finished at another version than `goes_on_from`. It is also
+        that was waited for has finished at another version than `continues_from`. It is also
         unclaimed, with a notice, if the claim cannot be written or locked."""
         try:
             return self._stake()
@@ -428,15 +428,15 @@ class DirectoryClaim:
                 raise
             self._report_unclaimed(error)  # another holder can be seen all the same
         self._local_locks = locks_are_local(self._directory)
-        begin, looks = float("inf"), 0
+        start, looks = float("inf"), 0
         while others := self._others():
             self._awaited |= others.keys()
-            begin = min(
-                begin, time.monotonic()
+            start = min(
+                start, time.monotonic()
             )  # reading the claims may take longer than the limit
             path, claim = next(iter(others.items()))
             seconds = max(self._patience_seconds(each) for each in others.values())
-            if time.monotonic() - begin >= seconds:
+            if time.monotonic() - start >= seconds:
                 self.release()
                 return self._refusal(path, claim)
             looks += 1
@@ -574,7 +574,7 @@ class DirectoryClaim:
             return False
         again = claim.refused and set(claim.starters) & set(self._launch.starters)
         known = again or (path in self._awaited and not claim.refused)
-        if known and claim.finished not in (None, self._goes_on_from):
+        if known and claim.finished not in (None, self._continues_from):
             self._finished = claim.finished
         return bool(again)
 

@@ -373,6 +373,6 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
-    begin = address - address % mmap.PAGESIZE
-    failed = _libc.madvise(begin, address + nbytes - begin, advice)
+    start = address - address % mmap.PAGESIZE
+    failed = _libc.madvise(start, address + nbytes - start, advice)
     return ctypes.get_errno() if failed else 0

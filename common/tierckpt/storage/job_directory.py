@@ -171,7 +171,7 @@ class JobDirectory:
         on_wait: Callable[[str], None] = lambda text: None,
         watches: Sequence[str] = (),
         local: str = "",
-        goes_on_from: int = 0,
+        continues_from: int = 0,
     ) -> int:
         """Become the running trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
         directories of this trainer's halt requests, see `watched`. `local`: see `last_local`.
@@ -179,7 +179,7 @@ class JobDirectory:
         The kernel may need some time to tear down a killed predecessor, so this waits
         `patience_seconds` before it raises JobBusyError; `on_wait` is called once. Raises
         JobFinishedError if the predecessor finishes meanwhile (`unlock_rank`), unless it does so at
-        the version `goes_on_from`, and OSError if the lock is no plain file, or the folder cannot
+        the version `continues_from`, and OSError if the lock is no plain file, or the folder cannot
         be made.
         """
         path = self.lock_path(rank)
@@ -210,7 +210,7 @@ class JobDirectory:
                 text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
                 on_wait(f"{text} {owner}): waiting at most {patience_seconds:g} s for its end")
             finished = _await(path, deadline)
-            if finished not in (None, goes_on_from):
+            if finished not in (None, continues_from):
                 raise JobFinishedError(local or f"job {self.job!r}", finished)
             time.sleep(NAP_SECONDS)
         with contextlib.suppress(OSError):

@@ -85,10 +85,10 @@ class LocalStore:
         `still_sealed` is called after the last byte was read: False means that `image` did change,
         and raises OSError.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with self.draft(key, len(image)) as draft:
             draft.write(image, 0)
-            return draft.finish(manifest, still_sealed, begin)
+            return draft.finish(manifest, still_sealed, start)
 
     def commit_file(
         self,
@@ -105,9 +105,9 @@ class LocalStore:
         was mapped. Flushing from user space, as libpmem does, would require that the writer mapped
         it with MAP_SYNC, and would save this process one system call.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with self.draft(key, image.stat().st_size, file=image) as draft:
-            return draft.finish(manifest, still_sealed, begin)
+            return draft.finish(manifest, still_sealed, start)
 
     def draft(
         self, key: ShardKey, nbytes: int = 0, encoded: bool = False, file: Path | None = None
@@ -378,16 +378,16 @@ class Draft:
         self._exists = True
 
     def finish(
-        self, manifest: bytes, still_sealed: Callable[[], bool], begin: float
+        self, manifest: bytes, still_sealed: Callable[[], bool], start: float
     ) -> CommitTimes:
-        """Sync and commit the written bytes; `begin` is the time when writing began. See
+        """Sync and commit the written bytes; `start` is the time when writing began. See
         `LocalStore.commit`."""
         self.sync()
         written = time.perf_counter()
         if not still_sealed():
             raise FileNotFoundError(f"the slot of {self._key} was refilled while it was written")
         self.commit(manifest)
-        return CommitTimes(written - begin, time.perf_counter() - written, self.direct)
+        return CommitTimes(written - start, time.perf_counter() - written, self.direct)
 
     def _remove(self) -> None:
         # The manifest goes first (it exists if the last fsync failed). The space is freed at once:
@@ -432,7 +432,7 @@ def commit_encoded(
     `chain` names the version that the shard may refer to, and records the new one. Buffers
     BUFFER_BYTES and a block. Raises OSError or CodecError, after which the shard does not exist.
     """
-    begin = time.perf_counter()
+    start = time.perf_counter()
     base = chain.base_for_next(pipeline.full_every)
     if base is not None and not store.has(base.manifest.key):
         base = None
@@ -450,7 +450,7 @@ def commit_encoded(
         store.retire(key)  # another agent, which did not know of this one, was working here
         raise FileNotFoundError(f"{base.manifest.key} was retired while {key} still referred to it")
     chain.wrote(made)
-    return CommitTimes(written - begin, time.perf_counter() - written, draft.direct), nbytes
+    return CommitTimes(written - start, time.perf_counter() - written, draft.direct), nbytes
 
 
 def _write_all(draft: Draft, stored: Iterable[Buffer]) -> int:

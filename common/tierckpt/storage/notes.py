@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.core.branches import Child, Origin, Rollback, RollbackRequest
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import (
@@ -102,7 +102,7 @@ class Notes:
         except (CorruptShardError, FormatError) as error:
             raise type(error)(f"{self.where}: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self.where}/{name} cannot be read: {in_words(error)}") from error
+            raise FormatError(f"{self.where}/{name} cannot be read: {error_text(error)}") from error
         return dict(values)
 
     def write(self, name: str, kind: str, values: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class RollbackFiles:
             return RollbackRequest(int(values["version"]), str(values["name"]), self.where)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(
-                f"{self.where}/{ROLLBACK_REQUEST} is no request: {in_words(error)}"
+                f"{self.where}/{ROLLBACK_REQUEST} is no request: {error_text(error)}"
             ) from error
 
     def record(self) -> Rollback | None:
@@ -185,7 +185,7 @@ class RollbackFiles:
             return Rollback(int(values["generation"]), int(values["version"]), honoured)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(
-                f"{self.where}/{ROLLBACK_RECORD} is no record: {in_words(error)}"
+                f"{self.where}/{ROLLBACK_RECORD} is no record: {error_text(error)}"
             ) from error
 
     def ask(self, request: RollbackRequest) -> None:
@@ -293,7 +293,7 @@ class RunRecords:
                 found.troubles.append(f"the record of a run: {error}")
             except (KeyError, TypeError, ValueError) as error:
                 where = f"{self._notes.where}/{RUNS_FOLDER}/{name}"
-                found.troubles.append(f"the record of a run, {where}: {in_words(error)}")
+                found.troubles.append(f"the record of a run, {where}: {error_text(error)}")
         found.records.sort(key=lambda each: (each.generation, each.started_seconds))
         return found
 
@@ -334,7 +334,7 @@ class OriginFile:
             return Origin.from_json(values)
         except (KeyError, TypeError, ValueError) as error:
             where = f"{self._notes.where}/{ORIGIN}"
-            raise FormatError(f"{where} is no record of a fork: {in_words(error)}") from error
+            raise FormatError(f"{where} is no record of a fork: {error_text(error)}") from error
 
     def write(self, origin: Origin) -> None:
         """Write the record, in place of an earlier one; durable at return."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, FormatError, TierckptError
 from tierckpt.storage.durable import SHARED_KINDS, mount_of
 from tierckpt.storage.job_directory import JobDirectory
@@ -269,7 +269,7 @@ def files_at_end(nbytes: int, read: Callable[[int, int], bytes]) -> dict[str, Ra
         if low < end:
             raise ValueError(f"files of {sum(sizes)} bytes in {nbytes}")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise FormatError(f"not an encoded tree with files: {in_words(error)}") from error
+        raise FormatError(f"not an encoded tree with files: {error_text(error)}") from error
     bounds = list(accumulate(sizes, initial=low))
     return dict(zip(contents, pairwise(bounds), strict=True))
 

@@ -222,15 +222,15 @@ class StoreConformance:
                 return
             assert "injected" in str(error)
             at = f"after an error at operation {hit}"
-            begun, finished = _read_log(log)
-            if begun == finished:
+            started, finished = _read_log(log)
+            if started == finished:
                 pytest.fail(f"{at}: it came outside all work")
-            if begun[-1].startswith("commit") and begun[-1] not in finished:
-                failed, there = key_of(int(begun[-1].split()[1])), store.keys()
+            if started[-1].startswith("commit") and started[-1] not in finished:
+                failed, there = key_of(int(started[-1].split()[1])), store.keys()
                 exists = failed in there and not self.failed_commit_may_exist
                 assert not exists, f"{at}: the failed commit exists"
-            self._check_survivors(store, begun, finished, at)
-            self._check_going_on(store, directory, at)
+            self._check_survivors(store, started, finished, at)
+            self._check_continues(store, directory, at)
         pytest.fail("the sweep does not end")
 
     def test_a_kill_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
@@ -246,12 +246,12 @@ class StoreConformance:
                 return
             assert status == -signal.SIGKILL
             at = f"after a kill at operation {hit}"
-            begun, finished = _read_log(log)
-            self._check_survivors(store, begun, finished, at)
+            started, finished = _read_log(log)
+            self._check_survivors(store, started, finished, at)
             store.clean(0)
-            self._check_survivors(store, begun, finished, f"{at} and cleaning")
+            self._check_survivors(store, started, finished, f"{at} and cleaning")
             self._check_no_orphans(store, directory, at)
-            self._check_going_on(store, directory, at)
+            self._check_continues(store, directory, at)
         pytest.fail("the sweep does not end")
 
     def _run_sweep(self, folder: Path) -> None:
@@ -263,19 +263,21 @@ class StoreConformance:
             timeout=240,
         )
 
-    def _check_survivors(self, store: Any, begun: list[str], finished: list[str], at: str) -> None:
+    def _check_survivors(
+        self, store: Any, started: list[str], finished: list[str], at: str
+    ) -> None:
         """Check that exactly the expected shards exist, and that all of them are sound."""
         must: set[ShardKey] = set()
         for text in finished:
             operation, version = text.split()
             (must.add if operation == "commit" else must.discard)(key_of(int(version)))
         may = set(must)
-        if begun != finished:  # the interrupted operation may have happened or not
-            touched = key_of(int(begun[-1].split()[1]))
+        if started != finished:  # the interrupted operation may have happened or not
+            touched = key_of(int(started[-1].split()[1]))
             must.discard(touched)
             may.add(touched)
         there = set(store.keys())
-        assert must <= there <= may, f"{at}: {finished} were done, {begun[-1:]} was in progress"
+        assert must <= there <= may, f"{at}: {finished} were done, {started[-1:]} was in progress"
         for key in there:
             assert is_sound(store, key), f"{at}: {key} differs from the committed one"
 
@@ -286,7 +288,7 @@ class StoreConformance:
         found = {p for p in files if not p.name.startswith(".spare")}
         assert found == known, f"{at}: files without a shard are left"
 
-    def _check_going_on(self, store: Any, directory: Path, at: str) -> None:
+    def _check_continues(self, store: Any, directory: Path, at: str) -> None:
         store.create()
         with page_aligned(content_of(key_of(9))) as image:
             store.commit(key_of(9), image, manifest_of(key_of(9)))
@@ -297,9 +299,9 @@ class StoreConformance:
 def _read_log(log: Path) -> tuple[list[str], list[str]]:
     """Operations that began, and operations that finished."""
     lines = log.read_text().splitlines() if log.exists() else []
-    begun = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
+    started = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
     finished = [line.removeprefix("end ") for line in lines if line.startswith("end ")]
-    return begun, finished
+    return started, finished
 
 
 def windows(data: bytes, size: int = WINDOW_BYTES) -> Content:

@@ -134,11 +134,11 @@ class _Tail:
             size = os.fstat(file.fileno()).st_size
             if size < self.offset:  # another file of the same name
                 self.offset, self.rest = 0, b""
-            begin = max(self.offset, size - most_bytes)
-            cut = begin > self.offset
-            file.seek(begin)
-            data = file.read(size - begin)
-        self.offset = begin + len(data)
+            start = max(self.offset, size - most_bytes)
+            cut = start > self.offset
+            file.seek(start)
+            data = file.read(size - start)
+        self.offset = start + len(data)
         lines = ((b"" if cut else self.rest) + data).split(b"\n")
         self.rest = lines.pop()
         return [record for record in map(decode, lines[1:] if cut else lines) if record]
@@ -188,7 +188,7 @@ class EventTails:
         if not self._tails:
             return None
         each = max(MIN_TAIL_BYTES, min(MAX_TAIL_BYTES, READ_BYTES // len(self._tails)))
-        read = [*self._tails.values()] if first else self._in_turn()
+        read = [*self._tails.values()] if first else self._next_tails()
         for tail in read:
             self._read(tail, each)
         newest = _newest(self._tails.values())
@@ -213,10 +213,10 @@ class EventTails:
         for record in records:
             self._add(tail, record)
 
-    def _in_turn(self) -> list[_Tail]:
+    def _next_tails(self) -> list[_Tail]:
         tails = [self._tails[rank] for rank in sorted(self._tails)]
-        begin, self._turn = self._turn, (self._turn + FILES_AT_ONCE) % len(tails)
-        return (tails + tails)[begin : begin + min(FILES_AT_ONCE, len(tails))]
+        start, self._turn = self._turn, (self._turn + FILES_AT_ONCE) % len(tails)
+        return (tails + tails)[start : start + min(FILES_AT_ONCE, len(tails))]
 
     def _add(self, tail: _Tail, record: Record) -> None:
         name, level, time_seconds = record["name"], record["level"], record["time_seconds"]
@@ -669,7 +669,7 @@ class Observer:
     def look(self) -> View:
         """Collect a view. Raises MissingPathError if a path does not exist and its job has nothing
         in memory, and ConfigError for the folder of several jobs."""
-        begin, now = time.monotonic(), time.time()
+        start, now = time.monotonic(), time.time()
         seen = self._see()
         rows = rows_of(seen.there)
         self._remember(rows)
@@ -680,7 +680,7 @@ class Observer:
         return View(
             time_seconds=now,
             paths=(*self._paths, *self._found_paths),
-            took_seconds=time.monotonic() - begin,
+            took_seconds=time.monotonic() - start,
             job=job,
             levels=level_views(rows, now, results, seen.events, rates),
             work=tuple(_work(seen, now)),

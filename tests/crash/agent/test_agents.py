@@ -1,6 +1,6 @@
 """Agents of a job of two nodes, with all levels on, die in mid-flush and mid-exchange.
 
-The training goes on, and the next commit starts another agent. It flushes the version that was
+The training continues, and the next commit starts another agent. It flushes the version that was
 being flushed. The version that was being protected is reported as lost, and later ones are
 protected.
 """
@@ -89,7 +89,7 @@ def go_on(life: Life) -> None:
 
 
 def live_on_after_a_kill(job: Job, rule: str, version: int) -> None:
-    """The agent is dead before the training goes on to its end."""
+    """The agent is dead before the training continues to its end."""
     life = start(job, rule, version)
     (mark,) = job.scenario.marks(VICTIM).iterdir()
     job.wait_for(mark.read_text, "the agent's number")
@@ -184,7 +184,7 @@ def test_a_full_persistent_place_costs_that_version_there(job: Job) -> None:
     ((version, text),) = said(job, VICTIM, "failed", "persistent")
     assert version == FLUSHED
     assert "No space left on device" in text
-    assert "training goes on" in text
+    assert "training continues" in text
     assert flushed(job) == [STEPS]
     check_that_nothing_is_left(job)
     for rank in range(RANKS):

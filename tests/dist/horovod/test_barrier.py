@@ -116,8 +116,8 @@ def no_barrier(patch: pytest.MonkeyPatch) -> None:
 def never_the_last_chance(patch: pytest.MonkeyPatch) -> None:
     """Treat every step as if it contained another one."""
     reductions = importlib.import_module("horovod_ckpt.adapter").Reductions
-    step_begins = reductions.step_begins
-    patch.setattr(reductions, "step_begins", lambda self: step_begins(self) or True)
+    step_starts = reductions.step_starts
+    patch.setattr(reductions, "step_starts", lambda self: step_starts(self) or True)
 
 
 def intact(patch: pytest.MonkeyPatch) -> None:

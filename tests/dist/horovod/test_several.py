@@ -140,7 +140,7 @@ def check_side_by_side(told: list[dict[str, Any]], folder: Path) -> None:
         )
         for rank in timeline.ranks():
             (begin, again) = timeline.of("begin", rank=rank)
-            assert begin.end_us <= again.begin_us
+            assert begin.end_us <= again.start_us
             assert len({n for s in timeline.of("copy") for n in s.layers}) == 2 * layers
 
 

@@ -29,12 +29,12 @@ def _job(group: StarGroup, path: str, shm_dir: str, **settings: Any) -> TinyJob:
 def _train(group: StarGroup, path: str, shm_dir: str, steps: int, fork_from: str = "") -> list[Any]:
     job = _job(group, path, shm_dir, fork_from=fork_from)
     began = job.restore()
-    at_begin = job.fingerprint()
+    at_start = job.fingerprint()
     job.run(steps)
     job.checkpointer.wait()
     group.barrier()
     job.checkpointer.abandon()
-    return [int(began), began.forked_from, at_begin, job.fingerprint()]
+    return [int(began), began.forked_from, at_start, job.fingerprint()]
 
 
 def _weights(group: StarGroup, path: str, shm_dir: str, source: str) -> list[Any]:

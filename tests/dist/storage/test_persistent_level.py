@@ -146,7 +146,7 @@ def test_a_place_that_cannot_be_written_costs_that_level_only(
     zero, one = ranks(2).run(train_and_close, place, shared, {})
     assert zero["flushed"] == one["flushed"] == []
     assert len(zero["failed"]) == 3
-    assert all("training goes on" in text and shared in text for text in zero["failed"])
+    assert all("training continues" in text and shared in text for text in zero["failed"])
     assert zero["local"] == one["local"] == [4, 8, STEPS]
 
 

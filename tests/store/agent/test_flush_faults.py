@@ -214,7 +214,7 @@ def test_a_full_persistent_device_lags_and_catches_up(
         job.run_until(job.flush_failures)
         (message,) = job.flush_failures()
         assert "No space left on device" in message
-        assert f"training goes on, without this version in {shared}" in message
+        assert f"training continues, without this version in {shared}" in message
         (failed,) = job.heard("failed", "persistent")
         assert failed.behind_since == FLUSHED
         assert behind in job.versions("local"), "the levels before it do not suffer"

@@ -306,22 +306,22 @@ def test_a_flush_that_waits_on_purpose_makes_progress_and_one_whose_store_hangs_
 
     def write(backend: PosixBackend, *rest: Any) -> None:
         if looks:  # it has waited: this is a window
-            looks.append(zero.flusher.went_on_at)
+            looks.append(zero.flusher.progress_at)
             hangs.set()
             assert go_on.wait(PATIENCE_SECONDS)
         write_at(backend, *rest)
 
     zero = node(nodes=2, nodes_at_once=1)
-    made = zero.flusher.went_on_at
+    made = zero.flusher.progress_at
     clock.seconds += 10.0 - clock.seconds % 10.0 + 6.0  # the other node's turn
-    clock.meanwhile = lambda: looks.append(zero.flusher.went_on_at)
+    clock.meanwhile = lambda: looks.append(zero.flusher.progress_at)
     with monkeypatch.context() as patch:
         patch.setattr(PosixBackend, "write_at", write)
         zero.start(order(1))
         assert hangs.wait(PATIENCE_SECONDS)
         assert len(looks) > 3
         assert made < looks[0] < looks[-1], "while it waits for its turn"
-        assert zero.flusher.went_on_at == looks[-1], "and no more"
+        assert zero.flusher.progress_at == looks[-1], "and no more"
         quiet = zero.flusher.quiet_seconds()
         assert quiet > 0
         assert zero.flusher.quiet_seconds() > quiet

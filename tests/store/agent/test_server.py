@@ -422,8 +422,8 @@ def test_one_that_has_met_nobody_does_not(node: Any) -> None:
 class Flush:
     """A flush in progress."""
 
-    def __init__(self, went_on_at: float) -> None:
-        self.went_on_at = went_on_at
+    def __init__(self, progress_at: float) -> None:
+        self.progress_at = progress_at
 
     def busy(self) -> bool:
         return True
@@ -453,7 +453,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
     if not hangs:
         thread.join(0.5)
         assert thread.is_alive()
-        flush.went_on_at -= agent.STUCK_SECONDS
+        flush.progress_at -= agent.STUCK_SECONDS
         server._wake.send(b"\0")
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()

@@ -312,7 +312,7 @@ def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
 def test_close_in_the_callback_of_an_event_is_done_at_a_boundary(
     name: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """The event may come during a step: the step is made, and training goes on without
+    """The event may come during a step: the step is made, and training continues without
     checkpoints."""
     with TinyJob(path, **settings) as job:
         close_at(name)(job)

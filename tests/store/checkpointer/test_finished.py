@@ -178,7 +178,7 @@ def test_a_run_that_makes_no_step_after_a_finished_one_says_so(make: Make) -> No
     with make() as again:
         again.restore()
     (text,) = warnings(again)
-    assert f"It began with v{STEPS}, where an earlier run has finished" in text
+    assert f"It started with v{STEPS}, where an earlier run has finished" in text
     with make() as more:
         more.restore()
         more.run(STEPS + 1)

@@ -37,7 +37,7 @@ def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[i
 def test_versions_that_another_program_removed_are_named(
     what: str, path: Path, settings: Any
 ) -> None:
-    """They were reported as there. The training goes on, and so do versions."""
+    """They were reported as there. The training continues, and so do versions."""
     with TinyJob(path, **settings | {"local_every_steps": 1}) as job:
         job.run(1)
         job.checkpointer.save(now=True)

@@ -38,7 +38,7 @@ def check_went_on(job: TinyJob, course: dict[int, str], reason: str) -> int:
     failures = job.heard("failed", "local")
     assert failures
     assert all(reason in e.message for e in failures)
-    assert all("training goes on" in e.message for e in failures)
+    assert all("training continues" in e.message for e in failures)
     assert not job.heard("failed", "memory")
     committed = [e.version for e in job.heard("committed", "local")]
     assert failures[-1].behind_since == max(committed)

@@ -256,7 +256,7 @@ def test_a_lease_is_kept_from_a_thread_until_it_is_lost(tmp_path: Path) -> None:
 def test_only_the_member_that_begins_takes_the_first_lease(tmp_path: Path) -> None:
     clock = FakeClock()
     first = lease(tmp_path, "1111", clock)
-    second = made(tmp_path).lease("1111", "job of 1111", clock, begins=False)
+    second = made(tmp_path).lease("1111", "job of 1111", clock, creates=False)
     with pytest.raises(FileNotFoundError, match="is it mounted"):
         second.ensure()
     assert list(tmp_path.iterdir()) == []

@@ -135,7 +135,7 @@ def test_in_logs_lines_come_at_growing_intervals(
 
 def test_a_retry_starts_the_bar_again(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[tuple[str, int]]()
-    monkeypatch.setattr(Progress, "begin", lambda self, *given: begun.append(given))
+    monkeypatch.setattr(Progress, "start_phase", lambda self, *given: begun.append(given))
     progress, agent, _ = made()
     for done in (500_000, 1_000_000, 200_000):
         agent.flushes(done)
@@ -145,7 +145,7 @@ def test_a_retry_starts_the_bar_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_exchanges_with_other_nodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = list[tuple[str, int]]()
-    monkeypatch.setattr(Progress, "begin", lambda self, *given: begun.append(given))
+    monkeypatch.setattr(Progress, "start_phase", lambda self, *given: begun.append(given))
     progress, agent, _ = made()
     agent.levels = [PEER]
     progress.look()

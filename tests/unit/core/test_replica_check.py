@@ -282,7 +282,7 @@ def test_a_copier_and_the_barrier_share_a_large_look() -> None:
     model = nn.Linear(1024, 1024)
     replicated, begun = ReplicatedState(state_of(model), 1), []
     look = Look(replicated, range(1), 0, 0)
-    look.begin = begun.append
+    look.submit = begun.append
     look.wake()
     look.wake()
     assert begun == [look]

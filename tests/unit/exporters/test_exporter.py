@@ -96,7 +96,9 @@ def test_a_failure_is_said_once_until_it_works_again(caplog: pytest.LogCaptureFi
             exporter.error = None
             exporter.on_closed()
     said = [record.getMessage() for record in caplog.records]
-    failed = "Recording does not export; training goes on, and it is tried again. OSError: no space"
+    failed = (
+        "Recording does not export; training continues, and it is tried again. OSError: no space"
+    )
     assert said == [failed, "Recording works again"] * 2
 
 

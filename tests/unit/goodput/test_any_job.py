@@ -122,7 +122,7 @@ def test_parts_sum_to_the_job_s_time(all_lives: list[Life], ranks: int) -> None:
     assert sum(part.seconds for part in parts) == pytest.approx(job.last - job.began, abs=1e-4)
     assert sum(found.seconds.values()) == pytest.approx(job.last - job.began, abs=1e-4)
     for one, after in pairwise(parts):
-        assert one.begin + one.seconds == pytest.approx(after.begin, abs=1e-4)
+        assert one.start + one.seconds == pytest.approx(after.start, abs=1e-4)
     assert 0 <= found.goodput <= 1
     assert 0 <= found.lost_steps <= found.made_steps
     # The steps that count lead from nothing to the newest version.

@@ -49,7 +49,7 @@ def test_the_first_boundary_after_each_start_is_recorded(tmp_path: Path) -> None
     rank.beat.attached(JOB)
     for version in (1, 2, 3):
         rank.boundary(version)
-    rank.beat.goes_on_from(restored(2), VersionId(1, 2), 2)
+    rank.beat.continues_from(restored(2), VersionId(1, 2), 2)
     for version in (3, 4):
         rank.boundary(version)
     assert [line["version"] for line in rank.lines()] == [1, 3]
@@ -79,7 +79,7 @@ def test_stalls_are_sums_since_the_last_restore(tmp_path: Path) -> None:
     with rank.beat.saving(trained=True):
         rank.beat.boundary_ends(boundary_at(3, long_ago))
     rank.boundary(4)
-    rank.beat.goes_on_from(restored(4), VersionId(1, 4), 2)
+    rank.beat.continues_from(restored(4), VersionId(1, 4), 2)
     rank.boundary(5)
     rounded = [
         [round(line["seconds"][name], -1) for name in ("boundary", "barrier", "save")]
@@ -145,7 +145,7 @@ def test_nothing_is_written_without_a_folder() -> None:
     beat = Heartbeat(log, 0, 1, time.monotonic())
     beat.attached(JOB)
     beat.boundary_ends(boundary_at(1))
-    beat.goes_on_from(restored(1), VersionId(1, 1), 2)
+    beat.continues_from(restored(1), VersionId(1, 1), 2)
     beat.boundary_ends(boundary_at(2))
     beat.left(abandoned=True)
     log.close()

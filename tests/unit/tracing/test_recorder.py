@@ -117,12 +117,12 @@ def test_a_job_of_one_process_is_recorded_in_order(tmp_path: Path, shm_dir: Path
         (seal,) = spans_of(spans, "seal", version)
         copies = spans_of(spans, "copy", version)
         before, after = updates[version - 1], updates[version]
-        assert before.end_us <= boundary.begin_us <= slot.begin_us
+        assert before.end_us <= boundary.start_us <= slot.start_us
         for copy in copies:
-            assert slot.end_us <= copy.begin_us <= copy.end_us <= barrier.end_us
-        assert max(c.begin_us for c in copies) <= seal.begin_us
+            assert slot.end_us <= copy.start_us <= copy.end_us <= barrier.end_us
+        assert max(c.start_us for c in copies) <= seal.start_us
         assert max(c.end_us for c in copies) <= seal.end_us <= barrier.end_us
-        assert barrier.end_us <= after.begin_us
+        assert barrier.end_us <= after.start_us
         assert {c.row for c in copies} <= {"training", "copier"}
         # 12 x 24 + 24, twice 24, 24 x 4 + 4, each with two moments and a step count for each of
         # the six; and BatchNorm's two averages and its counter.

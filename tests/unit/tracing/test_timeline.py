@@ -321,8 +321,8 @@ def test_a_timeline_of_horovod_is_put_into_unix_time(tmp_path: Path) -> None:
     file.allreduce("allreduce.a.weight", 100, 150, 400)
     file.allreduce("allreduce.tierckpt.vote.3", 100, 150, 400)
     negotiate, allreduce = read_horovod(file.save(tmp_path / "h.json"))
-    assert (negotiate.kind, negotiate.begin_us, negotiate.us) == ("negotiate", START_US + 100, 50)
-    assert (allreduce.kind, allreduce.begin_us, allreduce.us) == ("allreduce", START_US + 150, 250)
+    assert (negotiate.kind, negotiate.start_us, negotiate.us) == ("negotiate", START_US + 100, 50)
+    assert (allreduce.kind, allreduce.start_us, allreduce.us) == ("allreduce", START_US + 150, 250)
     assert (allreduce.latency_us, allreduce.nbytes) == (300, 96)
     assert allreduce.layers == ("a.weight",)
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import FlushCancelledError, PersistentError
 
 __all__ = ["StoreError", "error_code", "error_of_text", "http_status"]
@@ -444,7 +444,7 @@ class RetryingBackend:
                 if not _of_the_store(error):
                     raise
                 failures += 1
-                text = in_words(error)
+                text = error_text(error)
                 if not is_transient(error):
                     raise PersistentError(f"{url}: {text}; {advice(error)}", url, False) from error
                 if failures >= self.policy.tries:

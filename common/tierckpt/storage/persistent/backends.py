@@ -269,7 +269,7 @@ class PosixBackend:
 
 def _write(fd: int, offset: int, content: Content) -> None:
     """Write all windows from `offset` on, durably, and drop them from the page cache."""
-    begin = offset
+    start = offset
     for window in content():
         done = 0
         with window:  # or a traceback would keep the memory in use
@@ -280,7 +280,7 @@ def _write(fd: int, offset: int, content: Content) -> None:
                 offset += count
     _faults.point("file", op="fsync")
     os.fsync(fd)
-    os.posix_fadvise(fd, begin, offset - begin, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager

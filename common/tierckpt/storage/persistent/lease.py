@@ -72,7 +72,7 @@ class Lease:
     once. So two living jobs must never have the same owner name. A run whose lease was taken by a
     later run of the same owner has ended, and does not take it back.
 
-    If there has never been a lease, only the member with `begins` creates it, and the others wait
+    If there has never been a lease, only the member with `creates` creates it, and the others wait
     for it: a member that still sees none does not see the same path (a file system that is not
     mounted). The same holds for a member that had the lease at its last call and now finds an empty
     path: another job would have left its own lease there.
@@ -85,10 +85,10 @@ class Lease:
         owner: str,
         clock: Clock,
         lease_seconds: float = LEASE_SECONDS,
-        begins: bool = True,
+        creates: bool = True,
     ) -> None:
         self._backend, self.run_id, self.owner = backend, run_id, owner
-        self._begins = begins
+        self._creates = creates
         self._clock, self.lease_seconds = clock, lease_seconds
         self._ensured_seconds = float("-inf")
         self._had_at_last_call = False
@@ -150,7 +150,7 @@ class Lease:
                     "any more? Nothing is written there until the lease is back. If the path was "
                     "emptied on purpose, restart the job"
                 )
-            if newest is None and not self._begins:
+            if newest is None and not self._creates:
                 raise FileNotFoundError(
                     f"{self._backend.url} lacks the lease that the job's first node creates. "
                     "Check that node, and that this node has the same path (is it mounted?)"

@@ -124,9 +124,9 @@ def read_parts_into(backend: Backend, path: str, offset: int, into: memoryview) 
         return backend.read_into(path, offset, into)
     done = 0
     while done < len(into):
-        number, begin = divmod(offset + done, PART_BYTES)
-        end = min(len(into), done + PART_BYTES - begin)
-        got = backend.read_into(f"{path}/{part_name(number)}", begin, into[done:end])
+        number, start = divmod(offset + done, PART_BYTES)
+        end = min(len(into), done + PART_BYTES - start)
+        got = backend.read_into(f"{path}/{part_name(number)}", start, into[done:end])
         done += got
         if done < end:
             break
@@ -269,8 +269,8 @@ class Stream:
 def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
     """Read stored bytes back. Raises CorruptShardError if they do not match `digest`."""
     found, end = xxhash.xxh3_128(), offset + nbytes
-    for begin in range(offset, end, WINDOW_BYTES):
-        found.update(read_parts(backend, path, begin, min(WINDOW_BYTES, end - begin)))
+    for start in range(offset, end, WINDOW_BYTES):
+        found.update(read_parts(backend, path, start, min(WINDOW_BYTES, end - start)))
     if found.hexdigest() != digest:
         raise CorruptShardError(
             f"{backend.url}/{path}: bytes {offset} to {end} differ from their checksum"
@@ -346,8 +346,8 @@ class SharedGroupFile:
             return None
         found = {}
         for index, shard in enumerate(members):
-            begin = places.record_offset(index)
-            record = _only(table[begin : begin + places.record_bytes])
+            start = places.record_offset(index)
+            record = _only(table[start : start + places.record_bytes])
             if not record or record.shard != shard or record.offset + record.nbytes > size:
                 return None
             found[shard] = record
@@ -533,18 +533,18 @@ class ShardReader:
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Read a range of the shard. Raises EOFError if the file has become shorter."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
-        begin = self._begin_of(offset, nbytes)
-        data = read_parts(self._backend, self._path, begin, nbytes)
+        start = self._start_of(offset, nbytes)
+        data = read_parts(self._backend, self._path, start, nbytes)
         self._see_that_all_came(len(data), nbytes)
         return data
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of the shard; otherwise as `read`."""
-        begin = self._begin_of(offset, len(into))
-        came = read_parts_into(self._backend, self._path, begin, into)
+        start = self._start_of(offset, len(into))
+        came = read_parts_into(self._backend, self._path, start, into)
         self._see_that_all_came(came, len(into))
 
-    def _begin_of(self, offset: int, nbytes: int) -> int:
+    def _start_of(self, offset: int, nbytes: int) -> int:
         """Offset in the file."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}")

@@ -107,10 +107,10 @@ class PersistentStore:
         self.backend.close()
 
     def lease(
-        self, run_id: str, owner: str, clock: Clock | None = None, begins: bool = True
+        self, run_id: str, owner: str, clock: Clock | None = None, creates: bool = True
     ) -> Lease:
         """This run's lease on the place; see `Lease`."""
-        return Lease(self.backend, run_id, owner, clock or SystemClock(), begins=begins)
+        return Lease(self.backend, run_id, owner, clock or SystemClock(), creates=creates)
 
     def take_over(self) -> str | None:
         """Free the path from the job that holds its lease; returns the owner, or None if there was
@@ -118,12 +118,12 @@ class PersistentStore:
 
         For a job that hangs and cannot be ended. It loses no data: its versions stay.
         """
-        taken = self._nobody().take_away()
+        taken = self._unowned_lease().take_away()
         return taken.owner if taken else None
 
     def lease_record(self) -> LeaseRecord | None:
         """The newest lease, which may have ended; None if there is none."""
-        return self._nobody().newest()
+        return self._unowned_lease().newest()
 
     def owner(self) -> str:
         """Job and node that hold the lease; empty if there is no lease. The job may be dead: that
@@ -131,7 +131,7 @@ class PersistentStore:
         newest = self.lease_record()
         return newest.owner if newest and newest.run_id else ""
 
-    def _nobody(self) -> Lease:
+    def _unowned_lease(self) -> Lease:
         return Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
 
     # --- writing -------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class PersistentStore:
         `pacer.FlushPacer`). Raises FlushCancelledError also if the version was retired meanwhile.
         Without `sources`, only unfinished work of other writers is finished.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         name = facts.name
         if self.exists(name):
             return FlushResult(True, 0, sum(s.most_bytes for s in sources), 0.0)
@@ -170,7 +170,7 @@ class PersistentStore:
         touched = {groups.of(s.shard) for s in sources} or set(range(groups.count))
         closed = [self._close_group(name, parts, groups, g) for g in sorted(touched)]
         committed = all(closed) and self._commit(facts, largest_bytes, groups)
-        return FlushResult(committed, written, reused, time.perf_counter() - begin)
+        return FlushResult(committed, written, reused, time.perf_counter() - start)
 
     def _close_group(
         self, name: VersionName, parts: GroupFiles, groups: Groups, group: int
@@ -311,7 +311,7 @@ class PersistentStore:
     def is_used(self) -> bool:
         """Whether any job has left anything here: a version, finished or not, or a lease."""
         versions = self.versions() or self.incomplete() or self.obstructed()
-        return bool(versions or self._nobody().numbers())
+        return bool(versions or self._unowned_lease().numbers())
 
     def read_manifest(self, name: VersionName) -> VersionManifest:
         """The version's manifest, checked. Raises CorruptShardError or FormatError if the check

@@ -108,7 +108,7 @@ class Rank:
     def boundary(self) -> None:
         self.agreement.launch(VersionId(1, 99))
         self.agreement.read()
-        self.promotion.backlog.go_on()
+        self.promotion.backlog.advance()
 
     def make_safe(self, *versions: int) -> None:
         """Take these versions and complete them on all local disks, one after the other."""
@@ -255,7 +255,7 @@ class Pair:
             rank.agreement.launch(VersionId(1, 99))
         for rank in self.ranks:
             rank.agreement.read()
-            rank.promotion.backlog.go_on()
+            rank.promotion.backlog.advance()
 
     def make_safe(self, *versions: int) -> None:
         for version in versions:

@@ -15,7 +15,7 @@ GOOD = End(0, "boundary", passed_boundary=True)
 
 def begun(size: int = 2, max_restarts: int = 3) -> Coordinator:
     job = Coordinator(size, max_restarts)
-    assert job.begin() == Start(1)
+    assert job.start() == Start(1)
     return job
 
 
