@@ -8,14 +8,14 @@ small process, see `file_lock.hand_over`):
     .claim.<token>.<node>      the token is drawn at each attach; all ranks have the same one
 
 Then it reads the other claims. An unlocked claim with another token belongs to a dead run, and is
-removed. A locked one belongs to another job, or to a run of this job that is still ending: this
-job waits for it, and is refused if it stays, or if its training *finishes* meanwhile: a run of
-this job would die or be halted. A launcher may start a job again that was refused in that way,
-when the other one has gone: so the refused one leaves its claim, unlocked, and later starts of the
-same launcher find it. If two jobs start at once, each sees the other's claim, because both create
-their file before they look, and both are refused. (The mistake is then found at once.) A claim
-that cannot be opened counts as held. Of another user's claim only the lock is tested, with a lock
-that needs no write access.
+removed. A locked one belongs to another job, or to an ending run of this job: this job waits for
+it, and is refused if it stays, or if its training *finishes* meanwhile: a run of this job would die
+or be halted. A launcher may start a job again that was refused in that way, when the other one has
+gone: so the refused one leaves its claim, unlocked, and later starts of the same launcher find it.
+If two jobs start at once, each sees the other's claim, because both create their file before they
+look, and both are refused. (The mistake is then found at once.) A claim that cannot be opened
+counts as held. Of another user's claim only the lock is tested, with a lock that needs no write
+access.
 
 A hanging run must not exclude its own successor. It is ignored if it is proved to have ended. A
 name alone proves nothing, and neither does a launcher's name for a launch: two jobs in one Slurm
@@ -25,7 +25,7 @@ prove it:
 - *A process* that was in that run and is in this one, such as a survivor in elastic Horovod.
 - *A launcher's process* that started ranks of both. torchrun's agent ends the ranks of one round
   before it starts those of the next. (The claims of those ranks must be gone, too.)
-- *A scheduler's count of attempts*: Slurm ends one attempt of a job before it begins the next.
+- *A scheduler's count of attempts*: Slurm ends one attempt of a job before it starts the next.
 
 To learn these facts, nothing waits or raises: facts that cannot be read prove nothing. If the file
 system has no locks, dead and living claims cannot be distinguished, and the job continues without
@@ -251,7 +251,7 @@ class Launch:
     """Hashes that identify this process and its launcher's process, across all machines."""
 
     def supersedes(self, other: Launch) -> bool:
-        """True if the scheduler ended the attempt of `other` before it began this one."""
+        """True if the scheduler ended the attempt of `other` before it started this one."""
         return bool(self.job) and self.job == other.job and self.attempt > other.attempt
 
 
@@ -339,7 +339,7 @@ def _environment_of(process: int) -> dict[str, str]:
 
 NEW_SUFFIX = ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
-"""How long to wait for a claim held on this machine, whose kernel needs time to end a process, and
+"""How long to wait for a claim held on this machine (its kernel needs time to end a process), and
 for one held on another machine: NFS keeps the locks of a lost machine for 90 s."""
 NAP_SECONDS = 0.1
 RELEASE_SECONDS = 1.0
@@ -440,7 +440,7 @@ class DirectoryClaim:
                 self.release()
                 return self._refusal(path, claim)
             looks += 1
-            if looks == 2:  # not of a killed run, whose lock is gone a moment after it
+            if looks == 2:  # not of a killed run: its lock is gone a moment after it
                 text = f"{self._directory} is in use by {claim.text()}: waiting at most"
                 self._notice(f"{text} {seconds:.0f} s for its end", logging.WARNING)
             time.sleep(NAP_SECONDS)
@@ -579,7 +579,7 @@ class DirectoryClaim:
         return bool(again)
 
     def _may_be_held_elsewhere(self, path: Path, content: bytes) -> bool:
-        """True if a machine whose locks are not visible here may hold the claim. It stays: its job
+        """True if a machine with locks not visible here may hold the claim. It stays: its job
         may be alive."""
         with contextlib.suppress(ValueError, TypeError):
             claim = Claim.decode(content)
@@ -667,8 +667,8 @@ def siblings_of(
 
 
 def words_for(newer: Sequence[Sibling], here: str, found: VersionId | None) -> str:
-    """Text of the notice that this run, which continues from `found` or starts from the beginning,
-    leaves these versions unused, with advice. Pure. `here` is the value of `{node}`."""
+    """Text of the notice that this run, which continues from `found` or starts from nothing, leaves
+    these versions unused, with advice. Pure. `here` is the value of `{node}`."""
     first, more = newer[0], len(newer) - 1
     others = f" ({more} more folders there have newer versions than this run)" if more else ""
     goes_on = f"continues from {found}" if found else "starts from the beginning"

@@ -96,14 +96,14 @@ class JobBusyError(TierckptError):
 
 class JobFinishedError(JobBusyError, ConfigError):
     """The run that this start has waited for has finished its training. A start waits for a run
-    that dies or is halted, to go on with the same job; this one is another experiment."""
+    that dies or is halted, to continue the same job; this one is another experiment."""
 
     def __init__(self, place: str, version: int) -> None:
         self.place, self.version = place, version
         super().__init__(
             f"{place} belongs to another training, which ran when this one was started, and has "
             f"finished at v{version} since: this one would take its end for its own. Give each "
-            "training a path of its own. If this one is to go on from that end: start it with "
+            "training a path of its own. If this one is to continue from that end: start it with "
             f"rollback_to={version} (TIERCKPT_ROLLBACK_TO={version})"
         )
 
@@ -476,7 +476,7 @@ def rank_of(name: str) -> int:
 
 
 def _unlocked(path: Path) -> bool:
-    """True when no process has it locked. Nobody locks what is no file."""
+    """True when no process has it locked. Only files are locked."""
     try:
         return file_lock.unlocked(path)
     except OSError as error:

@@ -7,7 +7,7 @@ ParityKey, and treats both the same. These statements hold at every instant, als
 is killed or the machine loses power:
 
 - a manifest exists only if its shard is complete and on the device;
-- names beginning with a dot are work in progress and are never data.
+- names with a dot first are work in progress and are never data.
 
 Files retired by retention are kept for reuse (one of each kind), since overwriting an allocated
 file is measurably faster than growing a new one. Neither torch nor numpy, so that the agent stays
@@ -112,11 +112,11 @@ class LocalStore:
     def draft(
         self, key: ShardKey, nbytes: int = 0, encoded: bool = False, file: Path | None = None
     ) -> Draft:
-        """Begin a commit in steps: a file of `nbytes` that is written piece by piece.
+        """Start a commit in steps: a file of `nbytes`, written piece by piece.
 
         An earlier file with this key stops existing now: it could only be an earlier attempt of
-        this node. If a living process is writing it (an agent that was passed over, whose disk
-        hangs), it is left alone and OSError is raised: two writers would take each other's files.
+        this node. If a living process is writing it (an agent that was passed over, with a hanging
+        disk), it is left alone and OSError is raised: two writers would take each other's files.
         `encoded`: codecs have changed the bytes, and `Draft.sync` receives their number. `file`
         already has the bytes, and must not be written to.
         """
@@ -305,7 +305,7 @@ class LocalStore:
 
 
 class Draft:
-    """A shard or parity that is being written; it exists once `commit` has returned.
+    """A shard or parity being written; it exists once `commit` has returned.
 
     Use it in a `with` statement: leaving that without a successful commit leaves no files. For one
     thread at a time. Every method may raise OSError.
@@ -380,7 +380,7 @@ class Draft:
     def finish(
         self, manifest: bytes, still_sealed: Callable[[], bool], start: float
     ) -> CommitTimes:
-        """Sync and commit the written bytes; `start` is the time when writing began. See
+        """Sync and commit the written bytes; `start`: when writing started. See
         `LocalStore.commit`."""
         self.sync()
         written = time.perf_counter()

@@ -8,7 +8,7 @@ Rollbacks (see `core.branches`): the request that `tierckpt rollback` leaves at 
 record of a run that went back. They are two files with one writer each, so that a run that stores
 its record never overwrites a newer request.
 
-Runs, in the folder `runs`: a file for the beginning of each run, and one for its end. They stay
+Runs, in the folder `runs`: a file for the start of each run, and one for its end. They stay
 when retention has removed the run's versions, so the history is longer than what is left of it. Of
 very many runs, the newest are kept.
 
@@ -79,7 +79,7 @@ class Notes:
         return self._place.url if isinstance(self._place, PersistentStore) else str(self._place)
 
     def names(self, folder: str = "") -> list[str]:
-        """Names of the files at the place, or in a folder there; empty if that is missing."""
+        """Names of the files at the place, or in a folder there; empty if it is missing."""
         if isinstance(self._place, PersistentStore):
             return sorted(n for n in self._place.notes(folder) if not n.endswith("/"))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

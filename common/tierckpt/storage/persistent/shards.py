@@ -1,13 +1,13 @@
 """A version's shards in a store: shared files, or files per writer and group, or objects in parts;
 and ranged reads of one shard.
 
-In every layout a shard has a record that is durable only after the shard. So valid records of a
+In every layout a shard has a record, durable only after the shard. So valid records of a
 whole group prove that the group is durable, whoever wrote it.
 
 Parts: one shard is many objects of an object store, which are sent at the same time. A multipart
-upload would make one object of them. But a writer that is killed leaves an upload that no listing
-of objects shows, and that is billed until somebody finds it. Parts that are objects lie in the
-version's folder and go with it, each is repeated alone after an error, and every store has them.
+upload would make one object of them. But a killed writer leaves an upload that no listing of
+objects shows, billed until somebody finds it. Parts that are objects lie in the version's folder
+and go with it, each is repeated alone after an error, and every store has them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Source(Protocol):
         ...
 
     def windows(self) -> Iterator[memoryview]:
-        """The windows of the shard, from the beginning at every call; each is at most WINDOW_BYTES
+        """The windows of the shard, from the first at every call; each is at most WINDOW_BYTES
         long, and its bytes do not change."""
         ...
 
@@ -244,7 +244,7 @@ class Stream:
         """Digest of all windows, after the last one was requested."""
 
     def windows(self) -> Iterator[memoryview]:
-        """The windows of the shard; from the beginning at every call."""
+        """The windows of the shard; from the first at every call."""
         found, nbytes = xxhash.xxh3_128(), 0
         for window in self.source.windows():
             self._pacer(len(window))
@@ -335,7 +335,7 @@ class SharedGroupFile:
         return found
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `GroupFiles.whole`: one read of the table at the file's beginning."""
+        """See `GroupFiles.whole`: one read of the table at the file's start."""
         members = self._groups.members(group)
         file, _, places = self._place(members[0])
         path = f"{self._name.stem}/{file}"

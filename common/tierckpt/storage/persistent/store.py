@@ -7,13 +7,13 @@ alone makes the version exist. Two writers that see this at once write the same 
 writer sees everything, so if no writer dies the manifest is written; and if the last one dies, any
 later `flush` of the same version, also without shards, finishes it.
 
-A version that is being removed has a `.retired` mark from before its manifest is removed until its
+A version under removal has a `.retired` mark from before its manifest is removed until its
 folder is gone. A writer that made a manifest looks for the mark, and then for the folder. If there
-is no mark, either the remover has finished, and the folder is gone; or it has not begun, and will
+is no mark, either the remover has finished, and the folder is gone; or it has not started, and will
 remove the manifest itself. So no manifest outlives its shards (except that of a writer killed at
 this very point: its readers find no shards, and try the next version). Pins and removers look for
 each other in the same way, each after having set its own mark; and so do removers and versions that
-refer to the version being removed, whose mark is their manifest.
+refer to the version being removed; their mark is their manifest.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PersistentStore:
     """Store of one persistent path. One thread per instance; any number of instances, on any
     machine.
 
-    `path` is a directory or a URL, whose client receives `storage_options`. All
+    `path` is a directory or a URL; its client receives `storage_options`. All
     writers of a job must give the same `shards_per_group`. `sleep` waits between attempts and may
     raise to give up. Errors are PersistentError; FileNotFoundError is raised for things that do not
     exist.
@@ -126,8 +126,8 @@ class PersistentStore:
         return self._unowned_lease().newest()
 
     def owner(self) -> str:
-        """Job and node that hold the lease; empty if there is no lease. The job may be dead: that
-        is known only after the lease's duration."""
+        """Job and node that hold the lease; empty if there is no lease. The job may be dead: known
+        only after the lease's duration."""
         newest = self.lease_record()
         return newest.owner if newest and newest.run_id else ""
 
@@ -300,7 +300,7 @@ class PersistentStore:
         self.backend.delete(name)
 
     def incomplete(self) -> list[VersionName]:
-        """Versions whose writing or removal began and that do not exist."""
+        """Versions with a started write or removal, that do not exist."""
         names = self.backend.sizes()
         stems = {n.rstrip("/") for n in names if n.endswith("/")}
         stems |= {n.removesuffix(RETIRED) for n in names if n.endswith(RETIRED)}
@@ -398,7 +398,7 @@ class PersistentStore:
                 try:
                     self._bases_read[other] = self.read_manifest(other).bases
                 except (FileNotFoundError, CorruptShardError, FormatError):
-                    continue  # gone meanwhile; or damaged, so that nobody can read it anyway
+                    continue  # gone meanwhile; or damaged, so nobody can read it
         self._bases_read = {n: b for n, b in self._bases_read.items() if n in there}
         return any(name in self._bases_read.get(other, ()) for other in there)
 
@@ -408,7 +408,7 @@ class PersistentStore:
         """Apply retention after `name`, a version of this run, was committed; returns the removed
         versions.
 
-        Called by the writer whose flush committed (`FlushResult.committed`); concurrent calls are
+        Called by the writer that committed (`FlushResult.committed`); concurrent calls are
         harmless. Interrupted removals are finished, and unfinished versions are removed too: of
         this run those older than `name` (every writer flushes in order, so all have finished with
         them). Other runs' versions are removed only while `lease` shows that those runs have ended.
