@@ -57,7 +57,7 @@ LARGE_BYTES = 256 * 1024
 
 
 class TensorPreallocator:
-    """Makes optimizer state that is not in the live optimizer. One thread makes all calls but
+    """Makes optimizer state missing in the live optimizer. One thread makes all calls but
     `fill`."""
 
     def __init__(self, state: TrainingState) -> None:
@@ -75,7 +75,7 @@ class TensorPreallocator:
         """By shard: offset in its data up to which its pieces were copied."""
 
     def start(self, wanted: bool) -> None:
-        """Begin another version, or another attempt; tensors made for the previous one are reused.
+        """Start another version, or another attempt; tensors made for the previous one are reused.
         If not `wanted`, nothing is preallocated for this one."""
         self._live = None if wanted else {}
         self._before, self._made = self._made, {}
@@ -203,7 +203,7 @@ class PieceWriter:
             inside = first >= 0 and first + count <= target.nbytes
             if count < SMALL_BYTES and target.is_cpu and inside:
                 ctypes.memmove(target.data_ptr() + first, source + start, count)
-            else:  # torch refuses a range that is not inside
+            else:  # torch refuses a range not inside
                 part = slice(start - piece.offset, end - piece.offset)
                 _bytes_of(target, piece)[part].copy_(data[start - low : end - low])
 
@@ -216,7 +216,7 @@ class PieceWriter:
     def _going(
         self, shard: int, low: int, high: int
     ) -> Iterator[tuple[Piece, torch.Tensor, int, int]]:
-        """The pieces to copy in this range of the data: piece, target, and its begin and end in the
+        """The pieces to copy in this range of the data: piece, target, and its start and end in the
         data."""
         assert self.header is not None
         pieces, ends = self.header.pieces, self._ends
@@ -296,7 +296,7 @@ class Loader:
         )
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(saved spec, live spec) of tensors whose live memory order differs."""
+        """(saved spec, live spec) of tensors with another live memory order."""
         self.notices: list[str] = []
         self._differs = False
         """Tensors of the live structure, by name."""
@@ -375,7 +375,7 @@ class Loader:
         self, label: str, old: dict[str, Any], new: dict[str, Any]
     ) -> list[list[str]] | None:
         """Parameters of the model that the training added to an optimizer's groups, or as new
-        groups, after its begin: the same is done here. None if there are other differences."""
+        groups, after its start: the same is done here. None if there are other differences."""
         then, now = old["groups"], new["groups"]
         now = [*now, *[[]] * (len(then) - len(now))]
         added = [a[len(b) :] for a, b in zip(then, now, strict=False)]
@@ -569,7 +569,7 @@ class Loader:
             self._finish_per_rank(saved["extra_per_rank"], FILES in saved)
 
     def _set_trained(self) -> None:
-        """Freeze and thaw parameters, as the training had done since its begin. For the others,
+        """Freeze and thaw parameters, as the training had done since its start. For the others,
         the script decides."""
         for name, flags in self._trained.items():
             if (live := self._live.get(name)) is None:

@@ -46,7 +46,7 @@ class Progress:
                 self._shown = False
 
     def start_phase(self, phase: str, total_bytes: int = 0) -> None:
-        """Begin a phase; 0 bytes: the total is unknown."""
+        """Start a phase; 0 bytes: the total is unknown."""
         if self._shown:
             with self._careful():
                 self._phase, self._done, self._total = phase, 0, total_bytes

@@ -198,7 +198,7 @@ class Parities:
         self._open_store = open_store
         self._mine: dict[ParityKey, tuple[ParityManifest, ParityImage]] = {}
         self._room: dict[int, ShardImage] = {}
-        """Resources of the shards that are rebuilt here."""
+        """Resources of the shards rebuilt here."""
         self._started: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
         """Readers of the shards and the parities of each group."""
         self._failures: list[Failure] = []
@@ -206,7 +206,7 @@ class Parities:
         self._close: list[Callable[[], None]] = []
 
     def open(self) -> None:
-        """Map this rank's parities, and begin to check them."""
+        """Map this rank's parities, and start to check them."""
         for source in (s for each in self._plan.rebuilds for s in each.parities):
             if source.reader == self._broadcaster.rank:
                 try:

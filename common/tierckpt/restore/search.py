@@ -324,7 +324,7 @@ class VersionSearch:
     """One search: constructor, `find`, and `report` after the version was loaded.
 
     Training thread; all ranks make the same calls. The caller keeps everything it passes in:
-    `history` changes when an inventory is taken or a run starts from the beginning.
+    `history` changes when an inventory is taken or a run starts from nothing.
     """
 
     def __init__(
@@ -385,11 +385,11 @@ class VersionSearch:
         """Plan, read and verify the newest sound version, or `version`; the caller closes it.
         Collective.
 
-        Returns None if there is nothing to restore and the run starts from the beginning. Raises
-        RestoreError on all ranks if a start from the beginning could lose a version: a version was
-        asked for, some location could not be read, or the live state, at `live_version`, is not
-        fresh; if there is data of a newer format and `version` does not ask for an older one; and
-        if one rank fails by itself.
+        Returns None if there is nothing to restore and the run starts from nothing. Raises
+        RestoreError on all ranks if such a start could lose a version: a version was asked for,
+        some location could not be read, or the live state, at `live_version`, is not fresh; if
+        there is data of a newer format and `version` does not ask for an older one; and if one rank
+        fails by itself.
         """
         with contextlib.ExitStack() as on_failure:
             with self._error_barrier, _process.collector_paused():
@@ -465,7 +465,7 @@ class VersionSearch:
         return bool(chosen) and bool(self._newer_than(found.plan.id))
 
     def settle_rollback(self, found: VerifiedVersion) -> None:
-        """Store that the run, which has begun, carried out the requests to go back, and report it;
+        """Store that the started run carried out the requests to go back, and report it;
         store the record of an earlier run where it is missing. Not collective: the run has no
         version before all ranks have come here."""
         places = self._config, self._error_barrier.rank, self._history, self._reports
@@ -568,7 +568,7 @@ class VersionSearch:
             self._loss = lost, self._remaining_shards()
 
     def _nothing_found(self, live_version: int) -> None:
-        """Start from the beginning, unless a version was expected, or may exist where a rank could
+        """Start from nothing, unless a version was expected, or may exist where a rank could
         not look."""
         unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
         if (version := self.version) is not None:

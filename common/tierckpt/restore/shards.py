@@ -222,7 +222,7 @@ def _fetch(
 
 @contextlib.contextmanager
 def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[None]:
-    """If this rank sees the version, whose manifest names the shard, a missing part is damage.
+    """If this rank sees the version, with the shard in its manifest, a missing part is damage.
     Otherwise FileNotFoundError is raised unchanged: another rank may see the version."""
     try:
         yield
@@ -327,7 +327,7 @@ def open_parity(
 
 
 class _Fetched:
-    """An image in memory that is filled block by block; each block is fetched once. Any thread."""
+    """An image in memory, filled block by block; each block is fetched once. Any thread."""
 
     def __init__(self, file: RemoteFile, nbytes: int, then: Callable[[], None]) -> None:
         self._room = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -416,7 +416,7 @@ class Failure:
 
     @staticmethod
     def of(key: ShardKey, place: Location, error: BaseException) -> Failure:
-        """The failure of a copy for which `error` was raised."""
+        """The failure of a copy with this `error`."""
         why = error_text(error, *LOST)
         blame, undecodable = FaultScope.of(place, error), isinstance(error, CodecError)
         silent = place.level == AGENT and isinstance(error, ConnectionError)
@@ -487,7 +487,7 @@ class Reads:
         """Checked headers of the shards that could be opened."""
 
     def open(self, version: VersionId, shards: int, run_id: str, sources: Iterable[Source]) -> None:
-        """Open the shards and begin to read them. `finish` returns the failures."""
+        """Open the shards and start to read them. `finish` returns the failures."""
         opened: list[Opened] = []
         try:
             self._open(version, shards, run_id, sources, opened)

@@ -129,7 +129,7 @@ class Candidates:
     def plan(
         self, version: int | None = None, avoid: Container[VersionId] = ()
     ) -> RestorePlan | None:
-        """Plan for the newest version, or for `version`, that is not in `avoid`: see
+        """Plan for the newest version, or for `version`, not in `avoid`: see
         `plan_restore`.
 
         Raises RestoreError if a newer version exists that cannot be decoded only because a key or a
@@ -246,7 +246,7 @@ class VerifiedVersion:
 
     def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
         """Show every shard to every rank once, except mapped parts it does not need. Memory used
-        only for that is freed window by window; rebuilt shards that may have to be repaired are
+        for nothing else is freed window by window; rebuilt shards that may have to be repaired are
         kept. Collective. `trouble` says why this rank did not see everything."""
 
         def visit_one(shard: int, offset: int, window: memoryview) -> None:
@@ -341,8 +341,8 @@ class RestoreContext:
     progress: Progress = field(default_factory=lambda: Progress(False))
     open_store: OpenStore = open_persistent
     new: TensorPreallocator | None = None
-    """Preallocates new tensors, and fills them while threads still read; begins again for each
-    version that is tried."""
+    """Preallocates new tensors, and fills them while threads still read; starts again for each
+    version tried."""
     spill: SpillPolicy | None = None
     kept: Kept = field(default_factory=dict)
     """Sound shards that this rank fetched for an attempt that failed on another rank."""
@@ -393,7 +393,7 @@ def find(
     try:
         while (plan := candidates.plan(version, avoid)) is not None:
             share = read(context, plan)
-            with contextlib.ExitStack() as on_failure:  # also if `verify` cannot begin
+            with contextlib.ExitStack() as on_failure:  # also if `verify` cannot start
                 on_failure.callback(share.close)
                 verified, failures = verify(context, share)
                 on_failure.pop_all()
