@@ -118,13 +118,13 @@ class PlanCheck:
 
     @property
     def touched(self) -> Iterable[int]:
-        """Numbers of the modules whose attributes may have changed between the last two calls of
-        `holds`."""
+        """Numbers of the modules with attributes that may have changed between the last two calls
+        of `holds`."""
         return self._dicts.touched
 
     @property
     def trained(self) -> bytes:
-        """1 for each tensor that is copied and requires a gradient, else 0; as of the last call of
+        """1 for each copied tensor that requires a gradient, else 0; as of the last call of
         `holds`. The same object while nothing has changed."""
         return self._copied.trained
 
@@ -459,7 +459,7 @@ class CopyPlan:
         self._own_params = [(n, t) for n, t in own if n.startswith(MODEL)]
         self._trained_first = state.trained_first
         self.trained = self._trained_now()
-        """1 for each tensor that is copied and requires a gradient, else 0; as of the last call of
+        """1 for each copied tensor that requires a gradient, else 0; as of the last call of
         `fits`."""
         self._headers: dict[tuple[int, bytes], tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
@@ -704,7 +704,7 @@ class _Buffers:
 
     def stage(self) -> None:
         """Copy the buffers aside, on their own devices."""
-        if not self._views:  # the flat form of a buffer that is not dense is a copy
+        if not self._views:  # the flat form of a buffer with gaps is a copy
             self._flat = [tree_codec.flat(t) for t in self._live]
         for staging, members in self._batches:
             torch.cat([self._flat[i] for i in members], out=staging)
@@ -715,7 +715,7 @@ def _numbers(counters: bytes) -> list[int]:
 
 
 def _row_major(tensor: torch.Tensor, start: int) -> Part:
-    """Function that copies a range of the piece beginning at element `start`."""
+    """Function that copies a range of the piece from element `start` on."""
     return lambda low, high: tree_codec.as_bytes(
         tree_codec.row_major(tensor, start + low, start + high)
     )

@@ -126,8 +126,8 @@ class NativeSnapshot(Snapshot):
         return super()._is_in_use() or self._job.copying
 
     def run_if_quiet(self) -> None:
-        """Copier thread: see `Snapshot`. If the job was posted, complete the version, as nobody
-        does: no barrier has come, or the version has failed."""
+        """Copier thread: see `Snapshot`. If the job was posted, complete the version here: no
+        barrier has come, or the version has failed."""
         if not self._is_posted:
             super().run_if_quiet()
             return
@@ -151,7 +151,7 @@ class NativeSnapshot(Snapshot):
                 self._release_quietly()
 
     def work(self) -> bool:
-        """Copy all that is left, or else one block of the tree; False if there is none."""
+        """Copy the rest, or else one block of the tree; False if there is none."""
         if not self._counted and self._advance(None) is Progress.IDLE:
             return False
         return bool(self._tree_todo) and self._work(self._tree_todo)
@@ -180,7 +180,7 @@ class NativeSnapshot(Snapshot):
                 raise  # a KeyboardInterrupt in the barrier
             return Progress.ABORTED
         finally:
-            if entered:  # without a call, at whose begin an interrupt may come
+            if entered:  # without a call: an interrupt may come at its start
                 with self._lock:
                     self._in_flight -= 1
                 self._report()

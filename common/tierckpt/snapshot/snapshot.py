@@ -4,7 +4,7 @@ The steps, with their threads:
 
 1. *boundary* (training thread): `CopyPlan.stage` copies buffers and small state aside.
 
-2. *release* (training thread): blocks of a layer may be copied once its allreduce has begun. The
+2. *release* (training thread): blocks of a layer may be copied once its allreduce has started. The
 first release wakes the copier: at the boundary it would only slow down the forward pass. (As long
 as slots must be made, which takes longer, it starts at once.) After one second without a release
 (an evaluation may follow the boundary), the copier releases the rest by itself.
@@ -118,7 +118,7 @@ def _before_move(storage: torch.UntypedStorage) -> None:
     for snapshot in [*_copying.values()]:
         if not snapshot.over and snapshot.plan.reads(storage):
             snapshot.barrier()
-            if snapshot.slot is not None:  # else no block was begun
+            if snapshot.slot is not None:  # else no block was started
                 snapshot.wait_done()  # the barrier does not wait for the threads of a failed one
 
 
@@ -158,8 +158,8 @@ QUIET_SECONDS = 1.0
 """Without a release for this time, the copier stops waiting for releases."""
 
 LINGER_SECONDS = 0.02
-"""The copy engine leaves the seal to the barrier, if that begins within this time after the copy:
-a step that is so short would wait for the copier's turn at the interpreter."""
+"""The copy engine leaves the seal to the barrier, if it starts within this time after the copy: so
+short a step would wait for the copier's turn at the interpreter."""
 
 JOIN_PATIENCE_SECONDS = 10.0
 
@@ -266,7 +266,7 @@ class Snapshot:
         return self._reported
 
     def _hold(self) -> None:
-        """Begin with all striped blocks held."""
+        """Start with all striped blocks held."""
         self._todo.extend(self.plan.own_blocks)
         self._held.update(self.plan.striped_blocks)
 
@@ -346,7 +346,7 @@ class Snapshot:
             self._record("barrier", start)
 
     def _release_rest(self) -> None:
-        """Begin the barrier: release everything, and wait for a slot."""
+        """Start the barrier: release everything, and wait for a slot."""
         _faults.point("barrier", version=self.facts.id.version)
         self.release_all()
         if self._binding is not None:
@@ -453,7 +453,7 @@ class Snapshot:
             if not isinstance(error, Exception):
                 raise  # a KeyboardInterrupt in the barrier
         finally:
-            if entered:  # without a call, at whose begin an interrupt may come
+            if entered:  # without a call: an interrupt may come at its start
                 with self._lock:
                     self._in_flight -= 1
                 self._report()
@@ -486,7 +486,7 @@ class Snapshot:
         return binding.copy_tree(self._tree, low, high, number)
 
     def _tree_range(self) -> tuple[int, int]:
-        """Begin of the tree in the image, and end of its padding."""
+        """Start of the tree in the image, and end of its padding."""
         start = len(self._header)
         return start + self.plan.layout.nbytes, start + self._data_bytes
 
@@ -659,7 +659,7 @@ class Copier(threading.Thread):
             self.desk.ring()
 
     def expect(self, snapshot: Snapshot) -> None:
-        """Remember a snapshot that has begun and may not be submitted for long: see
+        """Remember a started snapshot that may not be submitted for long: see
         `snapshot.QUIET_SECONDS`. Wakes no thread: the training thread has no time for that."""
         self._expected.append(weakref.ref(snapshot))
 
@@ -671,7 +671,7 @@ class Copier(threading.Thread):
         # A daemon: another rank may never answer its wait.
         self.join(JOIN_PATIENCE_SECONDS)
         if self.desk is not None and not self.is_alive():
-            self.desk.clear()  # a slot that somebody keeps cannot be unmapped
+            self.desk.clear()  # a slot still in use cannot be unmapped
 
     def run(self) -> None:
         """Execute jobs until `close`."""

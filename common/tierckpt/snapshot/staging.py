@@ -101,7 +101,7 @@ LEAVES_WEIGHTS = (
     PlainValues,
     *get_args(Generator),
 )
-"""Objects with a `state_dict()`, or a state, that is no reason to look at the weights again."""
+"""Objects with a `state_dict()`, or a state, but no reason to look at the weights again."""
 
 
 def normal_mode() -> contextlib.AbstractContextManager[object]:
