@@ -2,7 +2,7 @@
 
 A counter of an optimizer, a running mean in a plain attribute of a module, a generator of an object
 in `extra`: what `state_dict()` does not return, `torch.save` would lose as well, and a resumed run
-begins with its first value again. Such values are found by comparing a few boundaries.
+starts with its first value again. Such values are found by comparing a few boundaries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIBRARIES = ("torch", "numpy", "tierckpt", "ddp_ckpt", "horovod_ckpt", "horovod"
 CLOCK_SECONDS = 3600.0
 """A number this near to a clock is a time."""
 ARRAY_BYTES = 2**20
-"""Limit of an array that is compared."""
+"""Limit of a compared array."""
 MAX_NUMBERS = 256
 """The same of a container."""
 

@@ -8,9 +8,9 @@ user's own may keep a value together with things that are not stored, as the len
 the cache.
 
 Buffers change their kind: empty ones get a size, None becomes a tensor. A restart builds the model
-as it was at the beginning, so a version's buffers may differ from the live ones. Such a buffer is
+as it was at the start, so a version's buffers may differ from the live ones. Such a buffer is
 accepted where it is known to be the same one. First, if the live buffer has, or had at attach, the
-kind that the buffer had when the job that wrote the version began. Second, if the module's own
+kind that the buffer had when the job that wrote the version started. Second, if the module's own
 `_load_from_state_dict` accepts it. Any other difference means another model.
 
 Not thread-safe: for the training thread only.

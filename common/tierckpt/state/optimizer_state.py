@@ -8,8 +8,8 @@ stored by name: a warm-up counter, an addition of a hook, state under another ke
 the whole state of an optimizer inside it. These are the remainder. It is taken at the boundary,
 like an `extra` object, and is loaded through the optimizer's own `load_state_dict()`.
 
-A `state_dict()` is taken apart here: a reference (`Entry`) replaces each value that is stored by
-name, so the remainder is small. With its references resolved, it is exactly the original dict.
+A `state_dict()` is taken apart here: a reference (`Entry`) replaces each value stored by name, so
+the remainder is small. With its references resolved, it is exactly the original dict.
 
 Not thread-safe: for the training thread only.
 """

@@ -568,7 +568,7 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """A 1-d copy of elements `[low, high)`, in row-major order, of a tensor that is not dense.
+    """A 1-d copy of elements `[low, high)`, in row-major order, of a tensor with gaps.
 
     Copies the rows of these elements and at most two more, not the whole tensor.
     """
