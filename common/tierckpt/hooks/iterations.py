@@ -64,7 +64,7 @@ accumulates gradients for that long."""
 
 NO_STEPS = (
     f"no checkpoint is taken: step() was called {STEPLESS_CALLS} times, and the optimizer given to "
-    "the checkpointer made no step. Give the optimizer whose step() the loop calls: the result of "
+    "the checkpointer made no step. Give the optimizer that the loop steps: the result of "
     "DistributedOptimizer(), not its argument; the result of Accelerate's prepare(), or the "
     "optimizer inside it. A step replayed from a CUDA graph cannot be seen either"
 )
@@ -142,7 +142,7 @@ class Iterations:
             keep_streams: a step was made and the next forward pass is its boundary: the next batch
                 is drawn before that.
             say: reports problems of the loop, each text once.
-            step_class: the class whose `step` changes an optimizer's parameters.
+            step_class: the class with the `step` that changes an optimizer's parameters.
             no_calls: the error after STEPS_UNTIL_CALL steps without a call of `step()`.
         """
         self.explicit = mode == "explicit"
@@ -176,8 +176,8 @@ class Iterations:
     ) -> None:
         """Register the hooks. In addition the caller must call `step_starts` before all steps.
 
-        `steppers` has for each label the optimizers whose steps count for it; one of them may step
-        within another's step. The model gets a hook only if forward passes are boundaries:
+        `steppers` has for each label the optimizers with steps that count for it; one of them may
+        step within another's step. The model gets a hook only if forward passes are boundaries:
         `torch.compile` and `torch.jit.script` treat a module with a hook differently.
         """
         for label, optimizers in steppers.items():
@@ -247,7 +247,7 @@ class Iterations:
     ) -> Arguments | None:
         """A step of a watched optimizer starts; return other arguments for it, or None.
 
-        Must be called before every other hook: a user's hook may change state that is being copied.
+        Must be called before every other hook: a user's hook may change state during its copy.
         """
         if self.repeating:
             return None
@@ -333,7 +333,7 @@ class Accumulation:
     gradient alive.
 
     A backward pass makes a gradient, or adds to one, and then the gradient's version counter grows.
-    So a gradient that is the same as after the optimizer's step was used by it. Those that another
+    So a gradient unchanged since the optimizer's step was used by it. Those that another
     optimizer's backward pass has left in the same iteration are no accumulation: a GAN's generator
     is trained through the discriminator, which drops them.
     """

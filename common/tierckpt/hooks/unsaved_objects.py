@@ -241,7 +241,7 @@ class Found:
     """Objects of frameworks that run a training, now or earlier."""
 
     def with_persistent_workers(self) -> list[Any]:
-        """Loaders with workers that go on from epoch to epoch."""
+        """Loaders with workers that stay from epoch to epoch."""
         every = (*self.loaders, *self.plain_loaders)
         return [each for each in every if getattr(each, "persistent_workers", False)]
 
@@ -352,8 +352,8 @@ def averages_any(averages: Any, model: torch.nn.Module) -> bool:
 
 
 def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules outside the model with its class and shapes, whose parameters no optimizer steps:
-    averages that a loop makes by itself, targets, references."""
+    """Modules outside the model with its class and shapes, without an optimizer: averages that a
+    loop makes by itself, targets, references."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     mine, shapes = {id(each) for each in model.modules()}, _shapes(inner)
     every = gc.get_objects()
@@ -600,7 +600,7 @@ class Unsaved(Part):
         return reached([each for each in trainers if id(each) not in mine], objects) - ours
 
     def _ours(self) -> Iterator[Any]:
-        """Optimizers whose steps change the model."""
+        """Optimizers that change the model."""
         for each in (*self._state.given.values(), *self._unregistered()):
             yield each
             yield from (inner for _, inner in optimizers_inside(each))
