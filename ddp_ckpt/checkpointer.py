@@ -276,9 +276,9 @@ def wrap(
     """Add checkpoints to a script without a change of its loop.
 
     Call it in one line after the optimizer, or after the scheduler if there is one; pass the
-    scheduler in `extra`, otherwise it restarts from its beginning. The loop starts at the iteration
-    that the script sets; with a `ResumableLoader` in `extra_per_rank` it continues with the next
-    batch.
+    scheduler in `extra`, otherwise it restarts from its first value. The loop starts at the
+    iteration that the script sets; with a `ResumableLoader` in `extra_per_rank` it continues with
+    the next batch.
 
     Takes one optimizer, or all optimizers of the job as a sequence or a dict, and returns its
     argument: optimizers keep the type that schedulers and scalers expect. The attribute

@@ -136,7 +136,7 @@ class GradientGroups:
     """Calls `on_group` in each backward pass that DDP reduces, once per group.
 
     A group is about as large as one of DDP's buckets, and has neighbours in the order of the
-    parameters. One hook is on its first parameter, whose gradient usually comes last: right before
+    parameters. One hook is on its first parameter: its gradient usually comes last, right before
     DDP's own hooks launch the reduction. A hook in the place of DDP's reduction would take 0.4 ms
     of CPU time a pass: the lock of the interpreter goes to a thread of gloo and back for every
     bucket.
@@ -443,7 +443,7 @@ class ReleaseHook:
         """True if a checkpointer gave it; else the user registered it with the module."""
         self.release: Release = _release_nothing
         self.chained: Callable[[Any], None] = _look_at_nothing
-        """Called with the state of a hook that is chained."""
+        """Called with the state of a chained hook."""
         self._ddp = ddp
         # DDP keeps the parameters it was made with. A walk of its modules at every boundary would
         # take longer than all other work for the buckets there.
@@ -556,7 +556,7 @@ class ReleaseHook:
             self._groups = None
 
     def start_iteration(self) -> None:
-        """An iteration begins: its first pass is the one of `GradientMean`."""
+        """An iteration starts: its first pass is the one of `GradientMean`."""
         self._arrivals.stop_if_over()
         if self._mean is not None:
             self._mean.start_iteration()

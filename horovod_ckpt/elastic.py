@@ -1,4 +1,4 @@
-"""Elastic Horovod: a state object whose commits go through our levels.
+"""Elastic Horovod: a state object with commits through our levels.
 
 ::
 
@@ -198,7 +198,7 @@ def left_by(handle: Handle, condition: Condition) -> Survivors:
 
 def best_of(by_rank: Sequence[Survivors | None]) -> tuple[int, Survivors] | None:
     """The rank with the best live state, and that state; None if no rank has one. If several ranks
-    have it, the first one that is not odd."""
+    have it, the first one not odd."""
     live = max(filter(None, by_rank), default=None)
     if live is None:
         return None
@@ -288,7 +288,7 @@ class Attributes:
     def broadcast_settings(self, root: int) -> None:
         """Send the settings of `root` that reset callbacks may change: options of parameter groups,
         objects (a schedule computes the next rates from its state), and plain values. Collective.
-        State that is each rank's own (buffers, random streams) stays."""
+        State of each rank's own (buffers, random streams) stays."""
         for name, optimizer in self.optimizers.items():
             groups = [_options(group) for group in optimizer.param_groups]
             for group, options in zip(
@@ -308,7 +308,7 @@ class Attributes:
 
 
 def refuse_names(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise ConfigError for a name that is one of TorchState's `own`."""
+    """Raise ConfigError for a name among TorchState's `own`."""
     for name in given:
         if name in own:
             raise ConfigError(_taken(name, "TorchState"))
@@ -369,12 +369,12 @@ class TorchState(State):  # type: ignore[misc]
     """Drop-in for `hvd.elastic.TorchState`.
 
     Args:
-        model: the module that is trained.
+        model: the trained module.
         optimizer: the result of `hvd.DistributedOptimizer`.
         tierckpt: settings of the Checkpointer, as in `tierckpt.Checkpointer`.
         kwargs: modules and optimizers (further ones, or all), under any names that are not
             TorchState's own; objects with `state_dict`/`load_state_dict` (an ElasticSampler, a
-            schedule); a `tierckpt.ResumableSampler`, whose samples are dealt to the current ranks;
+            schedule); a `tierckpt.ResumableSampler`, with its samples dealt to the current ranks;
             and plain values (`epoch=0`). All become attributes. Values must be of JSON's types or
             tensors; nothing is pickled.
 
@@ -391,9 +391,9 @@ class TorchState(State):  # type: ignore[misc]
     The attribute `checkpointer` is the Checkpointer over the current ranks; `restored` is the
     result of the last `sync()` or `restore()`.
 
-    Raises ConfigError without a module and an optimizer, or for a name that is TorchState's own,
+    Raises ConfigError without a module and an optimizer, or for a name of TorchState's own,
     and UnsupportedStateError for a value that cannot be stored. If a value becomes unsupported
-    later, commits fail, each with an event, and the job goes on.
+    later, commits fail, each with an event, and the job continues.
     All methods are for the training thread, and all ranks make the same calls.
     """
 
@@ -414,7 +414,7 @@ class TorchState(State):  # type: ignore[misc]
         self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
         self._live: Survivors | None = None
-        """The live state while there is no checkpointer; None before training began."""
+        """The live state while there is no checkpointer; None before training started."""
         self._was_reset = False
         """True if reset callbacks are still to be called."""
         refuse_names(kwargs, {*dir(TorchState), *vars(self), "_attributes", "_close"})
@@ -498,7 +498,7 @@ class TorchState(State):  # type: ignore[misc]
     def sync(self) -> None:
         """Bring all ranks to the same state. Collective.
 
-        If ranks joined or left without a failure, that is a live state; else the newest version,
+        If ranks joined or left without a failure, it is a live state; else the newest version,
         from the cheapest level. If no level has a version, it is the state of rank 0 at a fresh
         start, or the live state of a remaining rank, and an event reports that it is not exact.
 
@@ -534,8 +534,8 @@ class TorchState(State):  # type: ignore[misc]
             callbacks=self._callbacks,
             **{"boundary": "explicit", **_defaults(), **self._settings},
         )
-        # After the constructor's checks: a value that is unsupported now was reported at each
-        # commit, and the restored values are sound.
+        # After the constructor's checks: a value unsupported now was reported at each commit, and
+        # the restored values are sound.
         checkpointer.register(PLAIN_VALUES, held.values)
         return checkpointer
 
@@ -588,7 +588,7 @@ class TorchState(State):  # type: ignore[misc]
         except RestoreError as error:
             if not sound:
                 raise
-            # Nothing was changed, on any rank. A version that is unreachable now may come back; the
+            # Nothing was changed, on any rank. A version unreachable now may come back; the
             # live state would be lost if the job ended here.
             restored, why = Restored(0), f". A restore was tried first: {error.reason}"
         if not restored.levels:

@@ -369,7 +369,7 @@ class Checkpointer(ddp_ckpt.Checkpointer):
 
     def resume(self, *loaders: Iterable[Any], generators: Iterable[Generator] = ()) -> Any:
         """Restore the newest version, and return the loaders, as `prepare` does, each as one that
-        begins at the next batch. Iterate over these, and begin at their attribute `epoch`.
+        starts at the next batch. Iterate over these, and start at their attribute `epoch`.
 
         Give all prepared loaders that the training takes batches from, in one call, and none of an
         evaluation. `generators`: random generators that data draw from, if they are not found; as

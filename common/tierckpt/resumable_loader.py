@@ -16,7 +16,7 @@ A loader has no place that could be saved: its iterator draws seeds when it is m
 an order with the first batch, and datasets draw for each sample. Therefore the saved place is a
 recipe: the state of all generators at the start of the epoch, and the number of batches taken
 since. A resumed epoch sets the generators to that state, skips the batches, sets the generators to
-their state at the boundary, and goes on.
+their state at the boundary, and continues.
 
 The number of ranks must be the same: each rank has its own place. Use `ResumableSampler` for jobs
 that shrink or grow.
@@ -186,8 +186,8 @@ class ResumableLoader(Generic[Batch]):
         self._was_used = False
         """The pass has met a boundary."""
         self._was_between = False
-        """The pass began and ended between two boundaries, and is over with its work: an
-        evaluation, or an epoch whose batches make one step together."""
+        """The pass started and ended between two boundaries, and is over with its work: an
+        evaluation, or an epoch of batches for one step."""
         self._takes: list[int] | None = None
         """Batches that the loop had taken at the first boundaries of a pass that was not resumed;
         see `held`."""
@@ -358,7 +358,7 @@ class ResumableLoader(Generic[Batch]):
                 self._opened = _Streams(**opened)
                 self._set(self._opened)
             self._skip_to_newest(batches, state["earlier"])
-            # Data that is prefetched together with the newest batch is drawn from the same states.
+            # Data prefetched together with the newest batch is drawn from the same states.
             self._before = _Streams(**state["before"])
             self._set(self._before)
             newest = self._next_of(batches, place.batches)
@@ -366,7 +366,7 @@ class ResumableLoader(Generic[Batch]):
             rest = self._pass(place, batches)
             if state["held"]:
                 rest = itertools.chain([newest], rest)
-                if state.get("redrawn"):  # the loop had gone on from there
+                if state.get("redrawn"):  # the loop had continued from there
                     now = self._streams()
         other += [] if (lost := self._set(now)) is None else [lost]
         self._resuming, self._resumed = None, state
@@ -387,7 +387,7 @@ class ResumableLoader(Generic[Batch]):
         return [found] if found else []
 
     def _conclude(self, other: list[str]) -> None:
-        """The resumed pass can begin; `other`: what differs."""
+        """The resumed pass can start; `other`: what differs."""
         comparison = self.comparison
         comparison.waits, comparison.epoch = False, self._place.epoch
         comparison.ways = self.ways
@@ -502,7 +502,7 @@ class ResumableLoader(Generic[Batch]):
 
     @property
     def at_end(self) -> bool:
-        """Whether all batches of the epoch were taken, as far as that is known."""
+        """Whether all batches of the epoch were taken, as far as known."""
         place = self._place
         try:
             return place.ended or (place.begun and place.batches >= len(self))
@@ -554,8 +554,8 @@ class ResumableLoader(Generic[Batch]):
         plain DataLoader).
 
         Later events do not change the result. `in_forward`: the boundary is the forward pass of the
-        next iteration, and its batch was already taken and drawn (not for a version that is taken
-        between boundaries).
+        next iteration, and its batch was already taken and drawn (not for a version taken between
+        boundaries).
         """
         if self._resuming is not None:  # no pass has started since
             return dict(self._resuming)
@@ -786,7 +786,7 @@ _FACTS = {
 
 
 def _other_facts(place: _Place, facts: Mapping[str, Any]) -> list[str]:
-    """What differs from the loader of the version, in words; the batch size apart."""
+    """What differs from the loader of the version, as text; the batch size apart."""
     pairs = {name: (getattr(place, name), facts[name]) for name in _FACTS}
     return [
         _FACTS[name].format(now=now, had=had)

@@ -62,7 +62,7 @@ class Deal:
     """Whether an incomplete global batch at the end of the epoch is left out."""
 
     def end(self, start: int) -> int:
-        """The end of the global batch that begins at the place `start`; `start` if there is none.
+        """The end of the global batch from the place `start` on; `start` if there is none.
 
         Without `drop_last` the last batch takes the rest. If the rest were fewer samples than
         ranks, some ranks would have to repeat a sample; so it joins the batch before, and the

@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
     """Go back to this version at the next restore, once: later restarts take the newest version
     since then (see `tierckpt rollback`). 0: take the newest version. Default: `0`."""
     fork_from: str | os.PathLike[str]
-    """If this job has no version of its own, begin from a version of another job: its path, or
+    """If this job has no version of its own, start from a version of another job: its path, or
     `PATH@v4000` (see `Checkpointer.restore`). Later starts take this job's own versions, so the
     setting may stay. Default: `""`."""
     when_busy: str
@@ -82,9 +82,9 @@ class Settings(TypedDict, total=False):
     """Signals that cause a last checkpoint and the end; empty: none. Default:
     `"SIGTERM,SIGUSR1"`."""
     halt_notices: str
-    """Cloud whose notices that it takes this machine away cause a last checkpoint and the end:
-    `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
-    http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
+    """Cloud with notices that it takes this machine away, which cause a last checkpoint and the
+    end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service,
+    `aws http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
     halt_patience_seconds: float
     """A process that received SIGTERM, and passes no boundary for this time (and for twice its
     longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
@@ -108,12 +108,12 @@ class Settings(TypedDict, total=False):
     incomplete_exit_status: int
     """If the last version of a training that has finished is missing on a level: end the process
     with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script goes on. Default: `0`."""
+    an error reports it, and the script continues. Default: `0`."""
     health: str
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start. Default: `"off"`."""
     health_seconds: float
-    """A directory that does not answer within this time is not well. A start goes on without such a
+    """A directory without an answer in this time is not well. A start continues without such a
     persistent level, and without such places for events and traces. Default: `20.0`."""
     events_dir: str | os.PathLike[str]
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""

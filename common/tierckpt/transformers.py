@@ -439,7 +439,7 @@ class Fit:
 
     def _restore(self) -> None:
         finished = self.checkpointer._finished
-        finished.parts = (self,)  # a further train() of a Trainer begins again
+        finished.parts = (self,)  # a further train() of a Trainer starts again
         finished.asked, finished.trains = self._asks, True
         restored = self.checkpointer.restore()
         self._version = version = restored.version
@@ -536,7 +536,7 @@ class Fit:
             self.checkpointer._close()
 
     def leave(self, error: BaseException) -> None:
-        """Let go after an exception: versions stay for a restart. Not collective."""
+        """Detach after an exception: versions stay for a restart. Not collective."""
         if hasattr(self, "checkpointer") and not self.checkpointer.closed:
             self.checkpointer.__exit__(type(error), error, None)
 
@@ -559,8 +559,8 @@ class TierTrainerMixin:
             (`TIERCKPT_PATH`).
         args, kwargs: the arguments of the Trainer.
 
-    `train()` raises, before the first step, the errors of the settings, of a job that is not
-    supported, and of a restore.
+    `train()` raises, before the first step, the errors of the settings, of an unsupported job, and
+    of a restore.
     """
 
     def __init__(self, *args: Any, tierckpt: TrainerArguments | None = None, **kwargs: Any) -> None:

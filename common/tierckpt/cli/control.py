@@ -1,7 +1,7 @@
 """`tierckpt halt`, `takeover`, `fork`, `pin` and `unpin`: what a job, or its next start, obeys.
 
 `halt` asks a running job to checkpoint and stop. `takeover` takes a persistent_path away from a
-job that hangs. `fork` lets a new job begin from a version of another one; `unpin --forks` ends the
+hanging job. `fork` lets a new job start from a version of another one; `unpin --forks` ends the
 holds of forks. `pin` keeps a version. Each function imports what its command needs, so that `halt`
 is quick.
 """

@@ -1,6 +1,6 @@
 """The test of `tierckpt prove`: the runs of a script, undisturbed and killed, and the verdict.
 
-This module imports torch, so `prove` imports it when the test begins.
+This module imports torch, so `prove` imports it when the test starts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def kill_at(self) -> int:
-        """The version at whose boundary the second run is killed."""
+        """The version of the boundary where the second run is killed."""
         return self.start + self.kill_after
 
     @property

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 10**9
 MEASURED = "the agent's cost to the training is known only for levels on `auto`"
 TIMED = {"sealed": "stall", "interval": "cost"}
-"""Events, and the time that is read from each."""
+"""Events, and the time read from each."""
 
 
 def add_interval(parser: argparse.ArgumentParser) -> None:

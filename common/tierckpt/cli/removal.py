@@ -261,7 +261,7 @@ def _is_here(where: str) -> bool:
 
 
 def _chosen(args: argparse.Namespace, there: Survey) -> list[Row]:
-    """The rows to remove. Raises ConfigError for a version that is not there."""
+    """The rows to remove. Raises ConfigError for a missing version."""
     own = [row for row in rows_of(there) if not row.elsewhere]
     if not own:
         hint = hints_of(args.path, there)
@@ -298,7 +298,7 @@ def _refuse(path: str, rows: Sequence[Row], there: Survey) -> None:
 
 
 def _users(there: Survey) -> Iterator[str]:
-    """Yield what uses the job's places now, in words."""
+    """Yield what uses the job's places now, as text."""
     own = [job for job in there.jobs if job.job not in there.elsewhere]
     if any(job.trains() for job in own):
         yield "the job runs now: tierckpt halt ends it, with a last checkpoint"

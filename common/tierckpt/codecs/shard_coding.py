@@ -9,7 +9,7 @@ other, and that one to none. So a read opens at most two files, retention follow
 only, and a damaged file affects the versions that refer to it and no others.
 
 Blocks are compared by their xxh3_128, which the writer keeps in memory. So a restarted writer
-begins with a whole version, and nothing on a level reveals which blocks are equal.
+starts with a whole version, and nothing on a level reveals which blocks are equal.
 """
 
 from __future__ import annotations

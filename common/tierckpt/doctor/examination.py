@@ -208,7 +208,7 @@ def clock_offsets(gather: Gather, rank: int, clock: Clock = time.time) -> list[O
     """Offsets of all ranks' clocks from rank 0's. Collective.
 
     Each rank reads its clock after it has received the values of one exchange, so after rank 0
-    began that, and before it gives the value to the next one, so before rank 0 ends that. Each
+    started that, and before it gives the value to the next one, so before rank 0 ends that. Each
     round gives bounds; all of them hold (Cristian, Probabilistic clock synchronization, 1989).
     """
     read: list[tuple[float, float]] = []

@@ -449,7 +449,7 @@ class ScalarExporter(Exporter):
 
     @abc.abstractmethod
     def log(self, points: Points) -> bool:
-        """Log these points. False if that is not possible yet: they are kept. The exporter's
+        """Log these points. False if not possible yet: they are kept. The exporter's
         thread; may raise."""
 
 
@@ -470,8 +470,7 @@ SHAPES = (
 def exporters_of(text: str) -> list[Exporter]:
     """The exporters that the setting names. Nothing is opened or imported yet.
 
-    Raises ConfigError for an unknown one, an argument that it does not take, and a package that is
-    not installed.
+    Raises ConfigError for an unknown one, an argument that it does not take, and a missing package.
     """
     return [_exporter(part.split(), text) for part in text.split(",") if text.strip()]
 

@@ -15,11 +15,11 @@ VERSION = "tierckpt/version"
 class WandB(ScalarExporter):
     """Logs the curves `tierckpt/...` to Weights & Biases, over `tierckpt/version`.
 
-    Without `project`, they go to the run that the script begins with `wandb.init()`: its own next
+    Without `project`, they go to the run that the script starts with `wandb.init()`: its own next
     `log` writes them, so they never change its steps.
 
     Args:
-        project: begin a run of this project that is ours alone, named after the job.
+        project: start a run of this project for us alone, named after the job.
         every_seconds: time between two points of a curve.
         ranks: the ranks that export; by default only the first of the job.
         init: further arguments of `wandb.init` for that run, `mode="offline"` for example.

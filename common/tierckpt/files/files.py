@@ -112,7 +112,7 @@ class Files:
         return restored
 
     def accept(self) -> None:
-        """Begin the run from the version that was found. `restore` does it. Collective."""
+        """Start the run from the version that was found. `restore` does it. Collective."""
         if self._restart is None or self._restart.found is None:
             raise TierckptError("accept() without load(): no version was found")
         self._restart.start_run(self._refused)
@@ -121,14 +121,14 @@ class Files:
         self._restart = None
 
     def load(self, ranks: Sequence[int] | None = None) -> RestoredFiles | None:
-        """As `restore`, but the run does not begin yet: `accept` or `refuse` follows. For programs
+        """As `restore`, but the run does not start yet: `accept` or `refuse` follows. For programs
         that may find the files unusable. Collective."""
         restart = self._find(None)
         return restart.load(ranks) if restart else None
 
     def refuse(self) -> None:
-        """Give up the version that `load` returned: the next `load` returns an older one. Once that
-        is accepted, later runs do not take the refused one either. Collective."""
+        """Give up the version that `load` returned: the next `load` returns an older one. Once the
+        older one is accepted, later runs do not take the refused one either. Collective."""
         if self._restart is not None and self._restart.found is not None:
             self._refused = True
             self._restart.refuse()
@@ -188,7 +188,7 @@ class Files:
         self.end()
 
     def begin(self, name: int | str | None = None) -> VersionFiles:
-        """Begin a version; `end` completes it. `version` does both. Collective."""
+        """Start a version; `end` completes it. `version` does both. Collective."""
         self._refuse_closed("version()")
         if self._current is not None:
             raise TierckptError(
@@ -207,8 +207,8 @@ class Files:
         return self._current
 
     def end(self, trouble: str = "") -> bool:
-        """Complete the version that `begin` began, unless a rank has `trouble`; returns True on all
-        ranks if it is complete. Collective.
+        """Complete the version of the last `begin`, unless a rank has `trouble`; returns True on
+        all ranks if it is complete. Collective.
 
         If the job is to end early and the program never calls `should_exit`, this closes and raises
         SystemExit, as `Checkpointer.step` does."""
@@ -247,16 +247,16 @@ class Files:
 
     @property
     def begun(self) -> bool:
-        """True once the run has begun: from a restored version, or with its first one."""
+        """True once the run has started: from a restored version, or with its first one."""
         return bool(self._job.history.lineage)
 
     def warn(self, text: str) -> None:
-        """Emit a warning that is the same on all ranks. Not collective."""
+        """Emit one warning of all ranks. Not collective."""
         self._job.warn(text)
 
     @property
     def current(self) -> VersionFiles | None:
-        """The version that is being written."""
+        """The version being written."""
         return self._current
 
     # --- the end --------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class FilesJob(JobBase):
         self.reports.say()
 
     def warn(self, text: str) -> None:
-        """Emit a warning that is the same on all ranks."""
+        """Emit one warning of all ranks."""
         self.reports.notice_of_all(text)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:

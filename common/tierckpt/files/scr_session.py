@@ -4,7 +4,7 @@ The settings of SCR are known by their names, and the settings of Tierckpt follo
 part is pure.
 
 The names and their meaning are those of SCR's user guide, "Configure a job". A name that would
-change where or how data is stored, and has no counterpart here, is refused in words; names about
+change where or how data is stored, and has no counterpart here, is refused with a text; names about
 SCR's own commands, logs and buffers have no effect, and a notice says so.
 """
 
@@ -107,7 +107,7 @@ class ScrSettings:
     of_files: dict[str, Any]
     """Settings of `Files`."""
     notices: tuple[str, ...] = ()
-    """What of the settings this job cannot have, in words."""
+    """What of the settings this job cannot have, as text."""
 
     @property
     def advises(self) -> bool:
@@ -435,7 +435,7 @@ class ScrSession:
         return whole
 
     def _copy_out(self) -> str:
-        """Copy the files of a checkpoint that is output as well to their own paths; returns the
+        """Copy the files of a checkpoint, also an output, to their own paths; returns the
         reason of a failure."""
         part = ""
         try:

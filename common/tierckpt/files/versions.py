@@ -170,7 +170,7 @@ def decode_state(data: bytes) -> dict[str, Any] | None:
 
 
 def entries_of(header: ShardHeader) -> Iterator[tuple[str, int, int]]:
-    """Yield name, begin and end of each file in the shard with this header. Raises TierckptError
+    """Yield name, start and end of each file in the shard with this header. Raises TierckptError
     for a name that would leave the folder."""
     for piece in header.pieces:
         if piece.spec.name.startswith(FILE_PREFIX):
@@ -181,7 +181,7 @@ def entries_of(header: ShardHeader) -> Iterator[tuple[str, int, int]]:
 class RestoredFiles(Mapping[str, str]):
     """A mapping from the names of files to paths, where a program can read them.
 
-    The files stay until the next version begins, or until `Files.close`. They are copies: a program
+    The files stay until the next version starts, or until `Files.close`. They are copies: a program
     may open them for writing as well.
     """
 
@@ -191,7 +191,7 @@ class RestoredFiles(Mapping[str, str]):
         self.name = name
         """Name of the version; its number as text if none was given."""
         self.by_rank = by_rank
-        """The same mapping for each rank of the former run whose files were asked for."""
+        """The same mapping for each wanted rank of the former run."""
         self.levels: dict[str, int] = {}
         """Number of ranks' shares by the level that they were read from."""
 
@@ -458,7 +458,7 @@ class Restart:
 
     def find(self, version: int | None = None) -> bool:
         """Find the newest sound version, or this one; read and verify it. False if there is none
-        and the job starts from the beginning. Raises RestoreError as `Checkpointer.restore`."""
+        and the job starts from nothing. Raises RestoreError as `Checkpointer.restore`."""
         self.found = self.search.find(version, self._job.version)
         if self.found is None:
             with self._error_barrier:
@@ -559,7 +559,7 @@ class Restart:
         broadcaster.show(source, outline, image, shown.visit)
 
     def start_run(self, rejected: bool) -> None:
-        """Begin the run from the version that was loaded, and make it redundant again. `rejected`:
+        """Start the run from the loaded version, and make it redundant again. `rejected`:
         the program refused a newer one, which no later run is to take."""
         found, job = self.found, self._job
         assert found is not None

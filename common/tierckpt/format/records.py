@@ -8,7 +8,7 @@ The facts of a version are all that a run knows before a byte is written, the sa
 They are taken at the boundary, travel with the snapshot, and are stored in the manifest of every
 shard, in the manifest of parity, and in the version's record on the persistent level.
 
-A run of a job has two records: the first is written when the run begins, the second when it ends;
+A run of a job has two records: the first is written when the run starts, the second when it ends;
 a killed run has no second one. Nothing needs them to restore: they explain the history to people.
 """
 
@@ -108,7 +108,7 @@ class VersionFacts:
     complete: VersionId | None = None
     """The newest version that was known to be on all ranks' disks when this one was taken."""
     suspect: str = ""
-    """The difference between replicas, in words, that was known when this version was taken."""
+    """The difference between replicas, as text, that was known when this version was taken."""
 
     @property
     def name(self) -> VersionName:
@@ -250,7 +250,7 @@ class VersionManifest:
     bases: tuple[VersionName, ...] = ()
     """Versions that a shard refers to, in order."""
     created_seconds: float | None = None
-    """Unix time of the seal of shard 0; None if that is unknown."""
+    """Unix time of the seal of shard 0; None if unknown."""
 
     @property
     def name(self) -> VersionName:
@@ -311,7 +311,7 @@ FACTS = (
 )
 """Facts that are one text each."""
 TRAINING_END = "the training's end"
-"""The reason of an end that nobody asked for: the training has made its last step."""
+"""The reason of an end without a request: the training has made its last step."""
 
 
 @dataclass(frozen=True)
@@ -321,9 +321,9 @@ class RunRecord:
     run_id: str
     generation: int
     started_from: VersionId | None = None
-    """The version of this job that it restored; None: it began without one."""
+    """The version of this job that it restored; None: it started without one."""
     fork: str = ""
-    """The version of another job that it began from, `PATH@v40`; empty: none."""
+    """The version of another job that it started from, `PATH@v40`; empty: none."""
     started_seconds: float = 0.0
     """Unix time, by the clock of the node that wrote the record."""
     ranks: int = 1
@@ -389,12 +389,12 @@ class RunEnd:
     ended_seconds: float
     """Unix time, by the clock of the rank's node."""
     reason: str
-    """Why the training ended, in words: `the training's end`, a signal, or an error's type."""
+    """Why the training ended, as text: `the training's end`, a signal, or an error's type."""
     rank: int = 0
     failed: bool = False
     """An error ended the training on this rank."""
     version: int = 0
-    """The last version that this rank took, or began with."""
+    """The last version that this rank took, or started with."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the record, with the names of FORMAT.md."""

@@ -78,7 +78,7 @@ def item_sizes(text: str) -> list[tuple[int, int]]:
 
 
 METADATA = '{"__metadata__":'
-"""Begin of a shard's header."""
+"""Start of a shard's header."""
 
 
 def metadata_of(header: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ class _Kind:
 
 
 def _offsets(table: Any, of_piece: Sequence[_Kind]) -> list[int]:
-    """Begins of the pieces, and the end of the last one."""
+    """Starts of the pieces, and the end of the last one."""
     sizes = [kind.nbytes for kind in of_piece]
     for number, start, stop in table["parts"]:
         sizes[number] = (int(stop) - int(start)) * of_piece[number].itemsize_bytes
@@ -190,7 +190,7 @@ def encode_header(
     trained: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[bytes, int]:
     """Return the header for `layout` with room for `rank_state_bytes`, and the data's length.
-    `trained`: see `ShardHeader`; empty if that is unknown.
+    `trained`: see `ShardHeader`; empty if unknown.
 
     Both are multiples of PAGE_BYTES: safetensors pads its header with spaces, and the room for
     the rank state fills the rest of the data's last page.
@@ -286,7 +286,7 @@ class ShardSummary:
     header_bytes: int
     data_bytes: int
     starting: tuple[TensorSpec, ...]
-    """Striped tensors whose first element is in this shard."""
+    """Striped tensors with their first element in this shard."""
     evidence: int
     """Sum over its striped pieces: elements times the tensor's `_weight`."""
     structure: dict[str, Any] | None
@@ -350,7 +350,7 @@ class VersionSummary:
     """Summaries by shard."""
     own: RankState
     missing: list[str] = field(default_factory=list)
-    """Tensors with elements that are in no shard, in words."""
+    """Tensors with elements in no shard, as text."""
     specs: dict[str, TensorSpec] = field(init=False)
     """Striped tensors by name."""
 
@@ -403,7 +403,7 @@ def counts(headers: Iterable[ShardHeader]) -> dict[str, int]:
 
 
 def lacking(specs: Mapping[str, TensorSpec], readers: Iterable[Mapping[str, int]]) -> list[str]:
-    """Return the missing elements by all readers' `counts`, in words."""
+    """Return the missing elements by all readers' `counts`, as text."""
     there: dict[str, int] = {}
     for theirs in readers:
         for name, count in theirs.items():

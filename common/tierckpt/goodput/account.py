@@ -65,7 +65,7 @@ CATEGORIES = {
     "waiting": Category("wait for machines", RECOVERY, "#bab0ac"),
 }
 NOT_RUNNING = "not_running"
-"""Time after an end that nobody had to follow; it is no part of the elapsed time."""
+"""Time after the job's own end; it is no part of the elapsed time."""
 WITHOUT_PROCESSES = ("relaunch", "waiting")
 """Categories in which the job has no processes: the badput of scheduling."""
 RESTART = ("noticed", "ended", "relaunch", "import", "setup", "rendezvous", "attach", "restore")
@@ -142,7 +142,7 @@ class Ending(Enum):
     ROLLED_BACK = "rolled back"
     """A restore in the same process."""
     OPEN = "open"
-    """The newest records of the job: it runs, or it failed and nobody has started it again."""
+    """The newest records of the job: it runs, or it failed and was not started again."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ class _Stalls:
 
 
 def usual_step_seconds(span: Span) -> float | None:
-    """Mean duration of a step without stalls, after the first record; None if that is unknown."""
+    """Mean duration of a step without stalls, after the first record; None if unknown."""
     if len(span.samples) < 2 or span.samples[-1].version <= span.samples[0].version:
         return None
     first, last = span.samples[0], span.samples[-1]
@@ -205,7 +205,7 @@ def divide(
     usual_seconds: float | None,
     least_exact_seconds: float,
 ) -> Division:
-    """Divide the time from the span's begin to `end`.
+    """Divide the time from the span's start to `end`.
 
     Args:
         slowest: the same span of the rank with the longest stalls.
@@ -276,8 +276,7 @@ def _tail(
         return {"training" if kept >= newest else "lost": tail}
     if ending is Ending.ROLLED_BACK or usual_seconds is None:
         return {"lost": tail}
-    # A step that was interrupted, and those without a record; a longer silence is a failure that
-    # nobody noticed.
+    # An interrupted step, and those without a record; a longer silence is an unnoticed failure.
     lost = min(tail, 2 * usual_seconds + least_exact_seconds)
     return {"lost": lost, "noticed": tail - lost}
 
@@ -302,7 +301,7 @@ class RunAccount:
 
     number: int
     start: float
-    """Start of its processes, or the end of the former run if that is later."""
+    """Start of its processes, or the end of the former run if later."""
     end: float = 0.0
     world: int = 1
     reference: int = 0
@@ -653,7 +652,7 @@ def _notes(runs: Sequence[Run], accounts: Sequence[RunAccount]) -> list[str]:
 def document(job: Account, program_goodput: float | None) -> dict[str, Any]:
     """The whole account. Times are Unix seconds, shares are from 0 to 1.
 
-    - `elapsed_seconds`: the sum of all categories; `not_running_seconds`: time that is not counted
+    - `elapsed_seconds`: the sum of all categories; `not_running_seconds`: time not counted
     - `goodput`, `scheduling_goodput`, `runtime_goodput`, `program_goodput`: shares; the last one is
       null without its options
     - `categories`: for each name `title`, `google` (the term there), `seconds`, `share` of the

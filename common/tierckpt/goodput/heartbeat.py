@@ -71,7 +71,7 @@ class Heartbeat(Part):
             self._log.record("attached", seconds=seconds, facts={"job": job.history.job})
 
     def continues_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
-        """The next boundary writes a record, and sums begin."""
+        """The next boundary writes a record, and sums start."""
         self._boundary = self._barrier = self._save = 0.0
         self._facts, self._version = {"from": result.version}, result.version
         self._next = 0.0 if self._log.has_file else math.inf

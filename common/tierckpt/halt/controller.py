@@ -49,15 +49,14 @@ Longer if `halt_seconds_left` is; a notice that comes earlier is kept until then
 GRACE_SPARE_SECONDS = 10.0
 """Time of a signal's grace period left for the processes to end."""
 STALL_SPARE_SECONDS = 5.0
-"""More of it that is left by waits for places that hang."""
+"""More of it, left by waits for hanging places."""
 
 Notice = Callable[[str, int], None]
 """Takes text and severity."""
 
 
 class HaltController(EarlyEnd, Part):
-    """One rank's part in halting. Training thread; signals are handled only if that is the main
-    thread."""
+    """One rank's part in halting. Training thread; signals are handled only on the main thread."""
 
     votes = (
         VoteField("halt", Reason.NONE),
@@ -267,7 +266,7 @@ class HaltController(EarlyEnd, Part):
         return notified_seconds + self._grace_seconds - GRACE_SPARE_SECONDS
 
     def disarm(self) -> None:
-        """The end has begun; it may take longer than an iteration."""
+        """The end has started; it may take longer than an iteration."""
         self._signals.disarm()
 
     def end(self, remove: bool) -> None:

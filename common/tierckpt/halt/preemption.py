@@ -119,7 +119,7 @@ class Metadata:
 
 def _body(answer: http.client.HTTPResponse) -> bytes:
     """The answer's body, up to MAX_BYTES. Raises TimeoutError if it never ends: the socket's limit
-    counts anew for each part."""
+    counts again for each part."""
     deadline, read = time.monotonic() + ANSWER_SECONDS, b""
     while len(read) < MAX_BYTES and (part := answer.read1(MAX_BYTES - len(read))):
         read += part
@@ -181,7 +181,7 @@ def _azure(service: Metadata) -> Notice | None:
 
 
 def _not_before(text: str) -> float:
-    """Unix time of an event; empty: it has begun."""
+    """Unix time of an event; empty: it has started."""
     return email.utils.parsedate_to_datetime(text).timestamp() if text else time.time()
 
 

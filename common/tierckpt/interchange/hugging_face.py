@@ -136,7 +136,7 @@ def _of_tied(tied: Mapping[str, str]) -> list[str]:
 
 
 def plain_model(model: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, a tied one once, and its other names. Raises ConfigError for a value that is no
+    """The tensors, a tied one once, and its other names. Raises ConfigError for a value but no
     tensor."""
     tensors, first, tied = dict[str, torch.Tensor](), dict[int, str](), dict[str, str]()
     for name, tensor in model.items():
@@ -279,7 +279,7 @@ def read_transformers(path: Path) -> ForeignState:
 
 
 def write_transformers(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
-    """Write a folder for `Trainer.train(resume_from_checkpoint=...)`, whose weights
+    """Write a folder for `Trainer.train(resume_from_checkpoint=...)`, with weights that
     `from_pretrained` reads if it gets a config.
 
     Raises ConfigError for several optimizers, or a model with values that are no tensors.

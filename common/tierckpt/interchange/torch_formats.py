@@ -87,7 +87,7 @@ class Dtype:
 
 
 class UnreadScalar(Unread):
-    """Stands for a scalar that is no number."""
+    """Stands for a scalar, no number."""
 
     name = "numpy.generic"
 
@@ -112,7 +112,7 @@ BY_NAME: dict[str, Any] = {
 
 
 MAX_CLASSES = 100
-"""Limit of classes in a file whose errors name them one at a time."""
+"""Limit of classes in a file with errors that name them one at a time."""
 _NAMED = re.compile(r"Unsupported global: GLOBAL (\S+)")
 _BLOCKED = re.compile(r"GLOBAL (\S+) whose module")
 _ADVICE = re.compile(r"\. In PyTorch 2\.6.*?(?=WeightsUnpickler error|$)", re.DOTALL)
@@ -301,7 +301,7 @@ def _is_nothing(value: Any) -> bool:
 
 def write_lightning(saved: Saved, out: Path) -> list[str]:
     """Write a file for `Trainer.fit(ckpt_path=...)`. A version of `tierckpt.lightning` has the
-    Trainer's loops; another one gets loops at the begin of an epoch, and the number of steps."""
+    Trainer's loops; another one gets loops at the start of an epoch, and the number of steps."""
     state = saved.extra_per_rank.get(STATE)
     own = state if isinstance(state, Mapping) else {}
     remarks = []

@@ -1,7 +1,7 @@
 """Recorder: one rank's journal during the training.
 
 Every record follows a version or another record. After a record that could not be made the journal
-stops, and it begins again at the next version that goes to local.
+stops, and it starts again at the next version on local.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ __all__ = ["JournalRecorder"]
 
 STOPPED = (
     "the journal ends at v{last}: {why}. Later steps are not on disk until the next version is; "
-    "then the journal begins again"
+    "then the journal starts again"
 )
 BEHIND = (
     "{folder} does not keep up with {size} a step and rank. Use a faster disk, leave out "
     'local_journal_steps, or set when_busy="wait", and the training waits for the disk'
 )
 MAX_STEPS = 64
-"""Limit of optimizer steps in one iteration, whose gradients are all in memory."""
+"""Limit of optimizer steps in one iteration, with all gradients in memory."""
 MAX_BYTES, MAX_COPIES = 2 * 1024**3, 4
 """The larger one limits their memory: so many bytes, or the rank's stripe of all parameters so many
 times."""
@@ -97,8 +97,8 @@ class JournalRecorder(Journal):
         alone = not self._copies.on
         self._writer = JournalWriter(self.folder, self._failed, reuses_small=alone)
         self._first: VersionId | None = None
-        """Where the journal began first since the last `pause`, alike on all ranks; None if it did
-        not yet."""
+        """Where the journal started first since the last `pause`, alike on all ranks; None if it
+        did not yet."""
         self._place: VersionId | None = None
         """The version or record that the next record follows; None while the journal is stopped."""
         self._segment: SegmentName | None = None

@@ -154,7 +154,7 @@ class JournalSearch:
             self.keys = self.keys[: min(self._lengths(self.keys))]
 
     def _first_damaged(self, sound: set[Held]) -> list[Held]:
-        """Verify the records whose source this rank is; returns the first damaged one of each
+        """Verify the records of this rank's source; returns the first damaged one of each
         shard, and adds to `sound` those before it."""
         found = []
         for shard in self._shards:
@@ -231,9 +231,9 @@ class Replay:
         version `base`. `rollback_run`: see `chain_from`; `step_class`: see `Adapter`; `most`: the
         number of records that another try found exact, None before that. Collective."""
         self.exact = 0
-        """After `run` has failed: number of records whose steps can be made again exactly."""
+        """After `run` has failed: number of records that can be repeated exactly."""
         self.unrepeated = ""
-        """The reason of that, in words; the same on all ranks."""
+        """The reason, as text; the same on all ranks."""
         self._most = most
         self._step_class = step_class
         self._state, self._barrier, self._reports, self._base = state, barrier, reports, base
@@ -379,8 +379,8 @@ class Replay:
         return self._digest_plan.compute()
 
     def _last_small(self) -> tuple[bytes, torch.Tensor]:
-        """The small state of this rank in the last record: manifest and image. A rank whose journal
-        is gone receives them. Collective."""
+        """The small state of this rank in the last record: manifest and image. A rank without a
+        journal receives them. Collective."""
         key, rank, search = self._keys[-1], self._barrier.rank, self._search
         apart = [s for s in range(self._barrier.size) if search.source(s, key) != s]
         here = [s for s in {rank, *apart} if search.source(s, key) == rank]

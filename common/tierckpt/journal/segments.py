@@ -11,7 +11,7 @@ alike on all ranks, are pure.
 A restart first reads heads and manifests, to find the records that it needs, and verifies the
 images of these alone: a journal is much larger than a version.
 
-Nobody loses steps without a word because a setting is missing, or the number of ranks is another:
+No steps are lost silently because a setting is missing, or the number of ranks is another:
 `unused_journal` names the steps that a restart does not make again.
 """
 
@@ -164,7 +164,7 @@ class RecordKey(NamedTuple):
     id: VersionId
     run_id: str
     """See `VersionFacts.run_id`: two runs that did not see each other may make records of the same
-    id, whose parts must not be mixed."""
+    id: their parts must not be mixed."""
     steps: int
     """Number of optimizer steps."""
 
@@ -191,7 +191,7 @@ def chain_from(
 ) -> list[RecordKey]:
     """Return the records that follow `base`, oldest first, as far as there is one of every shard.
 
-    Where two runs went on from the same place, the newer one counts. `rollback_run`: the entry in
+    Where two runs continued from the same place, the newer one counts. `rollback_run`: the entry in
     the lineage of the last run that went back (see `Rollback`); records that it gave up do not
     count.
     """
@@ -213,9 +213,9 @@ def chain_from(
 def rebuildable(
     safe: VersionId | None, protected: VersionId | None, most_steps: int
 ) -> VersionId | None:
-    """Return the version that a restart begins with after the loss of a node: the one that is
-    `protected`. If that is more than `most_steps` older than the newest one on local, `safe`,
-    nothing waits for the peer level any more, as the room on the disk is limited."""
+    """Return the version that a restart starts with after the loss of a node: the `protected` one.
+    If it is more than `most_steps` older than the newest one on local, `safe`, nothing waits for
+    the peer level any more, as the room on the disk is limited."""
     if safe is None or protected is None or safe.version - protected.version > most_steps:
         return safe
     return min(safe, protected)
@@ -223,7 +223,7 @@ def rebuildable(
 
 def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> set[VersionId]:
     """Return the bases of journal files that no restart needs any more, once `safe` is the newest
-    version that it may begin with: all but the newest `keep` up to `safe`, and later ones."""
+    version that it may start with: all but the newest `keep` up to `safe`, and later ones."""
     known = sorted(each for each in {*bases} if safe is not None and each <= safe)
     return {*known[: max(len(known) - keep, 0)]}
 
@@ -282,8 +282,8 @@ class JournalReader:
 
     def __init__(self, folder: Path, names: Iterable[SegmentName]) -> None:
         """Read heads and manifests in these files. Never raises: parts that cannot be read are in
-        `problems`. The last record of a file may be incomplete, as its writer was killed; that is
-        no problem."""
+        `problems`. The last record of a file may be incomplete, as its writer was killed: no
+        problem."""
         self.records: dict[tuple[int, RecordKey], Record] = {}
         """By shard and key; that of the first file, if several have it."""
         self._again: dict[tuple[int, RecordKey], list[Record]] = {}
@@ -380,7 +380,7 @@ class FileOwner:
         return name.rank % self.ranks == self.rank
 
     def tidies(self, name: SegmentName) -> bool:
-        """Whether this rank removes a file that nobody needs: also as the first rank of its node,
+        """Whether this rank removes a useless file: also as the first rank of its node,
         if the file's rank has moved to another node."""
         moved = name.rank % self.ranks not in self.node.ranks
         return self.wrote(name) or (moved and self.rank == self.node.first)

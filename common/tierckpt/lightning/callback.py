@@ -133,7 +133,7 @@ class Fit:
 
     def _restore(self) -> None:
         trainer, finished = self._trainer, self.checkpointer._finished
-        # A further fit() of one Trainer goes on; it makes new optimizers.
+        # A further fit() of one Trainer continues; it makes new optimizers.
         finished.parts = trainer, trainer.lightning_module
         finished.asked, finished.trains = bool(trainer.ckpt_path), True
         restored = self.checkpointer.restore()
@@ -223,7 +223,7 @@ class Fit:
         end_if_interrupted(self.checkpointer)
 
     def leave(self, error: BaseException | None) -> None:
-        """Let go after an exception: versions stay for a restart. Not collective."""
+        """Detach after an exception: versions stay for a restart. Not collective."""
         self._detach()
         self.take_signals()
         if error is None:
@@ -294,7 +294,7 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
             `tierckpt.ResumableLoader`.
         settings: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`.
 
-    Errors of the settings, of a strategy that is not supported, and of a restore are raised when
+    Errors of the settings, of an unsupported strategy, and of a restore are raised when
     the fit starts.
     """
 
@@ -355,12 +355,12 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
             self._fit.take_signals()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let go: the restart finds all versions."""
+        """Detach: the restart finds all versions."""
         if self._fit is not None and not self._fit.checkpointer.closed:
             self._fit.leave(exception)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the fit out, for launchers that pickle the Trainer, and for copies: one that is
-        made during a fit takes no checkpoints, which would be the fit's own."""
+        """Leave the fit out, for launchers that pickle the Trainer, and for copies: one made during
+        a fit takes no checkpoints, which would be the fit's own."""
         is_fitting = self._fit is not None and not self._fit.checkpointer.closed
         return {**vars(self), "_fit": None, "_is_copy": self._is_copy or is_fitting}

@@ -143,7 +143,7 @@ class TrainingData:
         self._source = self._loop._data_source
         self._request = self._source.dataloader
         self.waits = False
-        """True until a resumed pass can begin: Lightning makes an iterator, of which it knows only
+        """True until a resumed pass can start: Lightning makes an iterator, of which it knows only
         the length then, before it sets the samplers' epoch."""
         Replaced(self._source, "dataloader", self._adopted)
         self._known: list[Any] = []
@@ -197,7 +197,7 @@ class TrainingData:
     def resume(
         self, state: dict[str, Any], taken: int, factor: Fraction, is_of_other_ranks: bool
     ) -> None:
-        """Begin the pass at the saved place. The global generators must be as the restore has set
+        """Start the pass at the saved place. The global generators must be as the restore has set
         them, and are so afterwards. `taken`: batches of the epoch that were trained on; `factor`:
         as in `PlaceOfAnyRanks.convert`."""
         self.waits = False
@@ -210,7 +210,7 @@ class TrainingData:
         fetcher.fetched += taken
 
     def start_next(self, state: dict[str, Any]) -> None:
-        """Set the generators of the loaders, which begin an epoch."""
+        """Set the generators of the loaders, which start an epoch."""
         data = self._loop._combined_loader.made_resumable()
         self._look_at_evaluation(data)
         data.load_generators(state)

@@ -1,17 +1,17 @@
-"""The fork of a job: it begins where another one was, and goes on by itself.
+"""The fork of a job: it starts from another job's version, and continues by itself.
 
 | step | where | what a kill after it leaves |
 |---|---|---|
 | hold | at the source: its retention keeps the version | a hold; the next start uses it again |
 | load | memory of this process | the same |
-| record | beside the fork's own versions, on every node | the order to begin there, exactly |
+| record | beside the fork's own versions, on every node | the order to start there, exactly |
 | own version | on all ranks' disks | a job like any other; its next start ends the hold |
 | note | the hold becomes a note at the source | - |
 
-So the source's version stays until the fork needs it no more, and a fork that is killed before it
-has a version of its own begins from the same version again. A version in the memory of a running
-job cannot be held; then the record follows only after the own version, as a job with a record of a
-version that is gone could not start.
+So the source's version stays until the fork needs it no more, and a fork killed before it has a
+version of its own starts from the same version again. A version in the memory of a running job
+cannot be held; then the record follows only after the own version, as a job with a record of a lost
+version could not start.
 
 A fork, or a restore, may also take parts of a version, perhaps under other names: weights of a
 model trained before. A pattern is a name with at most one `*`, which stands for any text, dots
@@ -163,7 +163,7 @@ class PartReport:
 
     @property
     def of_parts(self) -> str:
-        """The parts, in words."""
+        """The parts, as text."""
         return " and ".join(self.parts)
 
     @property
@@ -349,7 +349,7 @@ class _ChosenParts:
     def _reason_to_leave(
         self, label: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]
     ) -> str:
-        """Why an optimizer that is on both sides cannot be taken; empty if it can."""
+        """Why an optimizer of both sides cannot be taken; empty if it can."""
         if "imported" in self._loader.saved:
             return "was imported, and is taken only with a whole version"
         if theirs["class"] != ours["class"]:
@@ -450,7 +450,7 @@ class Forked:
 
     @property
     def start(self) -> Restored:
-        """The state that the run begins with, which has no version of this job."""
+        """The state that the run starts with, which has no version of this job."""
         start = Restored(int(self.result))
         start.version = self.result.version
         start.iteration_counts = self.result.iteration_counts
@@ -504,7 +504,7 @@ class Forks(Part):
     def _settle(self) -> None:
         self.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
 
-    # --- a job begins --------------------------------------------------------------------------
+    # --- a job starts --------------------------------------------------------------------------
 
     def found_versions(self) -> None:
         """An earlier start may have left a hold at the source."""
@@ -513,7 +513,7 @@ class Forks(Part):
     def start_elsewhere(
         self, order: ForkOrder, bar: Progress, load_adapter: Callable[[Any], None]
     ) -> Forked | None:
-        """Load the version that this job is to begin from; None if there is no such order. For a
+        """Load the version that this job is to start from; None if there is no such order. For a
         job without any version of its own.
 
         Raises RestoreError on all ranks if the orders contradict each other or the version is not
@@ -544,7 +544,7 @@ class Forks(Part):
         return forked
 
     def _wanted(self, record: Origin | None, text: str) -> Wanted:
-        """The version to begin from. A record fixes it: a source that goes on has newer ones."""
+        """The version to start from. A record fixes it: a source that continues has newer ones."""
         given = source_of(text) if text else None
         if record is None:
             assert given is not None
@@ -614,7 +614,7 @@ class Forks(Part):
     def load_parts(
         self, text: str, selection: Selection, strict: bool, bar: Progress
     ) -> PartReport:
-        """Load parts of another job's version into the live state, and go on."""
+        """Load parts of another job's version into the live state, and continue."""
         given = source_of(text)
         wanted, barrier = Wanted(given.path, given.version), ErrorBarrier(self._group)
         with barrier:

@@ -5,7 +5,7 @@ level as the run that it came from, so a job with many restarts is a list. Runs 
 nothing newer (given up by a rollback, or dead before their first version) are below the run that
 they came from. Facts are shown where they change.
 
-A hold of a fork that nobody will end is stale: the source was moved, so the fork did not find its
+A hold of a fork without an end is stale: the source was moved, so the fork did not find its
 mark; or the fork was killed at the moment of its first version, and lost its record with its node.
 """
 
@@ -106,7 +106,7 @@ class RunNode:
     """A process of it lives on this machine."""
     versions: list[VersionNode] = field(default_factory=list)
     runs: list[RunNode] = field(default_factory=list)
-    """Runs that began from versions of this one."""
+    """Runs that started from versions of this one."""
     forks: list[ForkNode] = field(default_factory=list)
 
     @property
@@ -121,7 +121,7 @@ class RunNode:
 
     @property
     def newest(self) -> int:
-        """The newest version that is known of this run; that it began with, if none is."""
+        """The newest known version of this run; the one it started with, if none is."""
         known = [self.start_number, self.end.version if self.end else 0]
         known += [each.id.version for each in self.versions]
         known += [each.start_number for each in self.runs]
@@ -152,9 +152,9 @@ class JobNode:
     path: str
     origin: Origin | None = None
     runs: list[RunNode] = field(default_factory=list)
-    """Those that began from no version of the job, oldest first."""
+    """Those that started from no version of the job, oldest first."""
     troubles: list[str] = field(default_factory=list)
-    """What could not be read, in words."""
+    """What could not be read, as text."""
     hint: str = ""
     """Where the job may be, if nothing is here."""
 
@@ -175,7 +175,8 @@ class JobNode:
         command prints `path`, and `jobs`, a list of these.)
 
         - `path`: as given, or a fork's own; `problems`: what could not be read, as text
-        - `origin`: null, or the version of another job that it began from: the keys of `fork.json`
+        - `origin`: null, or the version of another job that it started from: the keys of
+        `fork.json`
         - `runs`: a flat list, oldest first: `generation`, `run_id` (distinguishes runs that left no
           version, and share their generation with the next one), `began` (null, or generation and
           version in the list's earlier runs), `running`, `newest` (number of its newest known
@@ -223,7 +224,7 @@ class ForkNode:
 
 
 def is_stale(child: Child, fork: Survey) -> bool:
-    """Whether the fork with this survey does not need the version that is held for it: it says so
+    """Whether the fork with this survey does not need the version held for it: it says so
     in the record of its origin, or it does not run, and has a complete version on disk. (One that
     runs ends the hold itself, a moment after its first version.)"""
     if not child.held:
@@ -281,7 +282,7 @@ class _JobLines:
             self._newest[id(run)] = max([run.order, *later])
 
     def of(self, runs: Iterable[RunNode]) -> list[Branch]:
-        """Branches of runs that began from the same run, each with those that lead on from it."""
+        """Branches of runs that started from the same run, each with those that lead on from it."""
         found: list[Branch] = []
         for _, group in groupby(runs, key=self._kind):
             same = [*group]
@@ -359,7 +360,7 @@ def _start_text(run: RunNode) -> str:
 
 
 def _made_any(run: RunNode, start: str) -> bool:
-    """Whether a run came further than where it began. A fork's first version may have the number of
+    """Whether a run came further than its start. A fork's first version may have the number of
     its source's."""
     if start.endswith(f"@v{run.newest}"):
         return any(each.id.version < run.newest for each in run.versions)
@@ -381,7 +382,7 @@ def _end_text(run: RunNode) -> str:
 
 
 def _time_text(seconds: float, after: str = "") -> str:
-    """A time; without its day if a text begins with the same."""
+    """A time; without its day if a text starts with the same."""
     text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     return text[11:] if text[:10] == after[:10] else text
 

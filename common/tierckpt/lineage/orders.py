@@ -31,7 +31,7 @@ from .source import child_of, encoded_in, new_origin, places_of
 
 
 def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str]]:
-    """Order that the job with this `path` (or persistent_path) begins from a version of another
+    """Order that the job with this `path` (or persistent_path) starts from a version of another
     job: hold the version there, then write the record here. Returns the record, and sentences about
     what keeps the version. `theirs`: what `survey_of_job` returned for the source's path.
 
@@ -72,8 +72,8 @@ def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str
 
 
 def _keep(theirs: Survey, origin: Origin, path: str, folder: str) -> list[str]:
-    """Hold the version at its source, and keep its files in `folder` if that is on the same file
-    system. Returns sentences about both."""
+    """Hold the version at its source, and keep its files in `folder` if on the same file system.
+    Returns sentences about both."""
     id_, kept = origin.id, KeptFiles(folder, origin.name)
     places = places_of(theirs, id_)
     if not places:

@@ -135,7 +135,8 @@ class _Runs:
         return noted[-1] if noted else load_config().best
 
     def add_lineages(self) -> None:
-        """Add runs that are known only as ancestors, and what runs without a record began with."""
+        """Add runs that are known only as ancestors, and what runs without a record started
+        with."""
         for lineage in sorted({copy.facts.lineage for copy in self._there.copies}):
             before = 0
             for generation, version in lineage:
@@ -146,7 +147,7 @@ class _Runs:
                 before = generation
 
     def of(self, generation: int) -> RunNode:
-        """The run whose versions have this generation: of several, the last one, as it started
+        """The run with versions of this generation: of several, the last one, as it started
         when the others had left nothing."""
         if not self._nodes.get(generation):
             return self._node(generation, "")

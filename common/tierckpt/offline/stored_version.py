@@ -112,7 +112,7 @@ def load(
 ) -> Saved:
     """Read a checkpoint without a job: to evaluate it, to start from its weights, to inspect it.
 
-    The default is the version that a restart takes: the newest one that is complete and sound.
+    The default is the version that a restart takes: the newest complete and sound one.
     Nothing is changed, and no pickle is read. One process; any number of ranks may have made it.
 
     Args:
@@ -124,7 +124,7 @@ def load(
         as_parts: if the class of a value (a member of an Enum, a named tuple, a tensor made of
             tensors) is not imported here, put a `tierckpt.state.tree_codec.ForeignValue` in its
             place, with the name of the class and the parts of the value.
-        progress: show a bar on standard error; None: if that is a terminal.
+        progress: show a bar on standard error; None: on a terminal.
 
     Raises RestoreError if there is no such version, complete and sound, or, without `as_parts`, if
     it has values of classes that are not imported here; ConfigError for an invalid path.
@@ -180,7 +180,7 @@ def _load(
 
 
 def version_to_read(there: Survey, version: int | None) -> int | None:
-    """Leave out what cannot be read from here. Return the version that is asked for, by `version`
+    """Leave out what cannot be read from here. Return the version asked for, by `version`
     or else by a request to go back; None for the newest. Raises RestoreError as `refuse_newer`."""
     leave_out_memory(there)
     if version is not None:
@@ -248,7 +248,7 @@ def nothing(
 
 
 def text_of(path: Where | Sequence[Where]) -> str:
-    """The places in words."""
+    """The places, as text."""
     if isinstance(path, str) or not isinstance(path, Sequence):
         return str(path)
     return ", ".join(map(str, path))
@@ -485,7 +485,7 @@ class Shard:
             self.copy(number, low, into, self.block(number))
 
     def copy(self, number: int, low: int, into: np.ndarray, block: bytes) -> None:
-        """Put the part of a block into `into`, which begins at the shard's byte `low`."""
+        """Put the part of a block into `into`, which starts at the shard's byte `low`."""
         start = max(low, self._offsets[number])
         end = min(low + len(into), self._offsets[number + 1])
         part = np.frombuffer(block, np.uint8, end - start, start - self._offsets[number])
@@ -680,12 +680,12 @@ class StoredVersion:
         return files_at_end(shard.manifest.rank_state_bytes, shard.tree_part)
 
     def tree_covering(self, rank: int) -> object:
-        """A value that is equal for equal trees."""
+        """A value, equal for equal trees."""
         shard = self.shards[rank]
         return shard.manifest.rank_state_bytes, shard.covering(*shard.tree_range())[1]
 
     def text(self) -> str:
-        """The version in words."""
+        """The version, as text."""
         ranks = f"{len(self.shards)} rank{'s' if self.shards[1:] else ''}"
         where = " and ".join(self.levels)
         at = f"v{self.manifest.id.version}, iteration {self.manifest.facts.iteration}"

@@ -85,9 +85,8 @@ class MissingPathError(ConfigError):
 
 def folders_of(path: str, unseen: list[Problem]) -> list[Path]:
     """The directories that a path means: itself, and those in it that are a node's; in a folder
-    that is no job's own place also those that are a persistent level, or may have a job in memory
-    alone. Adds unreadable ones to
-    `unseen`. Raises MissingPathError if the path does not exist."""
+    other than a job's own place also those that are a persistent level, or may have a job in memory
+    alone. Adds unreadable ones to `unseen`. Raises MissingPathError if the path does not exist."""
     if NODE in path:
         return _named_after_nodes(path, unseen)
     folder = Path(path)
@@ -163,7 +162,7 @@ def _named_after_nodes(path: str, unseen: list[Problem]) -> list[Path]:
 
 def beside(path: str, job: str) -> list[str]:
     """Sentences about newer versions of the same job in other nodes' folders, if `path` is a
-    node's. `job`: its id, if that is set."""
+    node's. `job`: its id, if set."""
     if NODE in path:
         return []
     parent, node = os.path.split(os.path.abspath(path))
@@ -241,12 +240,12 @@ class Survey:
     rollbacks: list[Rollback] = field(default_factory=list)
     """Records of runs that went back."""
     origins: list[Origin] = field(default_factory=list)
-    """Records of the version of another job that this one began from."""
+    """Records of the version of another job that this one started from."""
     children: list[tuple[str, Child]] = field(default_factory=list)
-    """Marks of forks that began from versions here, each with its level."""
+    """Marks of forks that started from versions here, each with its level."""
     bad_notes: list[Problem] = field(default_factory=list)
     """Records of origins that cannot be read. No version needs them, but a job without versions
-    does not begin."""
+    does not start."""
     runs: dict[str, set[str]] = field(default_factory=dict)
     """Names of the runs with a record, by directory."""
     manifests: dict[tuple[str, VersionName], VersionManifest] = field(default_factory=dict)
@@ -257,7 +256,7 @@ class Survey:
     memory: list[str] = field(default_factory=list)
     """Folders in this machine's memory that were searched."""
     beside: list[str] = field(default_factory=list)
-    """Folders of other nodes with newer versions, and how to include them, in words."""
+    """Folders of other nodes with newer versions, and how to include them, as text."""
     directories: list[Path] = field(default_factory=list)
     """Directories that were searched for files of the local level."""
     claims: dict[str, list[str]] = field(default_factory=dict)
@@ -346,7 +345,7 @@ def _whole(place: str) -> str:
 
 
 def _split_reason(why: str) -> tuple[str, str]:
-    """The place that a reason begins with, and the rest."""
+    """The place that a reason starts with, and the rest."""
     place, _, rest = why.partition(": ")
     return place, rest
 

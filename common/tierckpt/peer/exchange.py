@@ -5,7 +5,7 @@ There is no coordinator and no collective: every member runs the same steps, and
 A `Party` is a redundancy group, and the addresses of its members' agents.
 
 1. *Meet.* Each member connects to all others and sends its shard's manifest. Another member
-answers with its own manifest once it has begun the same version, so this step waits for trainers
+answers with its own manifest once it has started the same version, so this step waits for trainers
 that seal later.
 
 2. *Process* the windows (`windows`). A slow member slows its neighbours, through TCP.
@@ -22,7 +22,7 @@ leaves no trace of the version; earlier versions stay. The exchange is not repea
 joins later receives the reason. A failed device costs its own member's parity only: that member
 continues to serve the others. In step 4 each member commits or fails by itself.
 
-A member begins the versions of a group in order. So when it is asked to join an older version than
+A member starts the versions of a group in order. So when it is asked to join an older version than
 its latest, it knows that it has skipped that version, and refuses. Several versions may be in
 progress at once.
 
@@ -30,7 +30,7 @@ The connection identifies a message: it serves one exchange at a time, and `join
 group and purpose. Another run has another secret. A member that was killed and joins again has
 another `attempt`, which ends the exchange at the others: they have to start again as well.
 
-`Blame` finds the member that is the cause, when a member waits for another in vain. All members
+`Blame` finds the member at fault, when one waits for another for too long. All members
 become silent together when one hangs. So a silent member is asked, before it is blamed, which
 members it waits for itself. Only the members that wait for the hanging one give up by themselves;
 their last message names it to the others.
@@ -106,7 +106,7 @@ class Blame:
         """`host`: this member's exchange."""
         self._transport, self._host, self._party = transport, host, party
         self._replies: dict[int, str] = {}
-        """The last answers, in words, by member."""
+        """The last answers, as text, by member."""
 
     def excuse(self, member: int, silent_seconds: float) -> bool:
         """Ask a silent member before it is blamed; True if it gets `stall_seconds` more.

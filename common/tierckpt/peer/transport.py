@@ -38,7 +38,7 @@ from .wire import HELLO_SECONDS, MAX_TEXT, Address, Link, admit, greet, reach
 MAX_UNVERIFIED = 64
 """Limit of connections that have not yet proved that they know the secret; more are closed."""
 LOOK_SECONDS = 0.2
-"""Interval of checks while a member waits for an exchange to begin."""
+"""Interval of checks while a member waits for an exchange to start."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Limits:
     """Time limits of waiting for a peer."""
 
     join_seconds: float = 60.0
-    """Limit for the other members to begin the same version: their trainers may seal later."""
+    """Limit for the other members to start the same version: their trainers may seal later."""
     stall_seconds: float = 30.0
-    """Limit without a byte of progress, once the exchange has begun."""
+    """Limit without a byte of progress, once the exchange has started."""
     again_seconds: float = 10.0
     """Limit to reach an agent that the previous exchange could not reach. Once the agent is
     reached, its trainer has `join_seconds`, as any other."""
@@ -329,7 +329,7 @@ class Transport:
         return why if over == _version_of(head) else None
 
     def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
-        """Wait for the exchange in question to begin here. None, with an answer sent, when it never
+        """Wait for the exchange in question to start here. None, with an answer sent, when it never
         will."""
         tag, member = str(head["tag"]), int(head["to"])
         asked = _version_of(head)

@@ -111,7 +111,7 @@ def loaders_under_way() -> list[list[int]]:
 
 ELASTIC = "HOROVOD_ELASTIC"
 DRAINED = "drained-"
-"""Begin of the names of files: one rank's journal is on disk, and it may be killed."""
+"""Start of the names of files: one rank's journal is on disk, and it may be killed."""
 WAIT_SECONDS = 30.0
 """Limit of the wait for other ranks' journals."""
 

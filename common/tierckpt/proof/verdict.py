@@ -147,7 +147,7 @@ def count_of(run_by_rank: Mapping[int, RankRun], version: int) -> tuple[int, int
 
 
 def description(found: Departure) -> str:
-    """The difference in words."""
+    """The difference, as text."""
     shown = list(found.names)
     if len(shown) > MAX_NAMES:  # an option beside many weights shows the cause
         shown.sort(key=lambda name: part_of(name) != "options")
@@ -406,7 +406,7 @@ class _Epochs:
     seen: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]
     """By version, as `RankRun.passes`."""
     ends: Sequence[int]
-    """Versions at whose boundary a pass had ended."""
+    """Versions of boundaries where a pass had ended."""
 
     @classmethod
     def of(cls, run: RankRun, last: int) -> _Epochs:

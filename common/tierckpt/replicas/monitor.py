@@ -7,9 +7,9 @@ ballot, and with their next votes they report which tensors differ, and on which
 inquiry, which is pure.
 
 `Drift` has what follows for versions: a thread marks those that may be mixtures, wherever they are,
-so that a disk or store that hangs delays nothing. Retention always keeps one version that is known
-to be equal on all ranks: a difference is seen up to one round of looks late, and then all newer
-versions may be suspect.
+so that a hanging disk or store delays nothing. Retention always keeps one version known to be equal
+on all ranks: a difference is seen up to one round of looks late, and then all newer versions may be
+suspect.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Drift:
         self._spared.alike(self._history.generation, version)
 
     def found(self, finding: Finding) -> Consequences:
-        """Mark the versions that may be mixtures; returns the consequences in words."""
+        """Mark the versions that may be mixtures; returns the consequences, as text."""
         agreement, history = self._agreement, self._history
         self._spared.drifted()
         known = {id_ for ledger in agreement.ledgers.values() for id_ in ledger.open}
@@ -223,7 +223,7 @@ class ReplicaMonitor(Part):
     ) -> None:
         """`submit` makes another thread run a look. `find_apart` checks whether some state that
         counts as shared has become each rank's own, and then calls `shared_changed`. `drift` learns
-        the newest version that is known to be equal everywhere, and of differences."""
+        the newest version known to be equal everywhere, and of differences."""
         used = any(config.uses(level) for level in INTERVALS)
         self.active = config.replica_check_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
@@ -239,7 +239,7 @@ class ReplicaMonitor(Part):
         self.forget()
 
     def forget(self) -> None:
-        """A run begins, or the state was replaced: forget all observations."""
+        """A run starts, or the state was replaced: forget all observations."""
         self._replicated: ReplicatedState | None = None
         self._structure = NONE
         self._look: Look | None = None
@@ -268,7 +268,7 @@ class ReplicaMonitor(Part):
         self._alike_at = [UNKNOWN] * self._slices
         """By slice: the newest version at which it was seen to be equal."""
         self._clean: int | None = None
-        """The newest version that is known to be equal in all slices."""
+        """The newest version known to be equal in all slices."""
         self._seen_apart = False
         """Whether ranks were in different iterations at the boundary of the last votes read."""
         self._unsure = 0

@@ -354,7 +354,7 @@ def _draw_step(axis: Axes, step: Sequence[Span], rows: dict[str, str]) -> None:
         )
         if span.kind in ("boundary", "barrier", "update"):
             axis.axvspan(start, start + width, color=colour, alpha=0.25, linewidth=0)
-            if span.kind != "update":  # an update begins where the barrier ends
+            if span.kind != "update":  # an update starts where the barrier ends
                 axis.axvline(start, color=colour, linewidth=1.5)
             continue
         shift = -0.4 if span.kind == "allreduce" else 0.02

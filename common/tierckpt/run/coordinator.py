@@ -39,7 +39,7 @@ __all__ = [
 
 
 OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which somebody outside of the job ends it; a failure is none of these."""
+"""Signals that end the job from outside; a failure is none of these."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class End:
 
     @property
     def text(self) -> str:
-        """The end in words."""
+        """The end, as text."""
         return describe(self.status)
 
 
@@ -91,7 +91,7 @@ Order = Start | Leave | Finish
 
 
 def describe(status: int) -> str:
-    """The end of a process in words; `status` as from `os.waitpid`."""
+    """The end of a process, as text; `status` as from `os.waitpid`."""
     if not os.WIFSIGNALED(status):
         return f"ended with status {os.waitstatus_to_exitcode(status)}"
     number = os.WTERMSIG(status)
@@ -253,7 +253,7 @@ class Hub:
             self._give(self._coordinator.start(), None)
 
     def give_up(self) -> None:
-        """Not all ranks have come: every rank goes on without the others."""
+        """Not all ranks have come: every rank continues without the others."""
         self._stop_listening()
         missing = self._size - 1 - len(self._members)
         self._give(self._coordinator.leave(f"{missing} of {self._size} shims are missing"), None)

@@ -129,7 +129,7 @@ def _is_of_a_place(name: str) -> bool:
 
 
 def is_elastic(environment: Mapping[str, str]) -> bool:
-    """True under elastic Horovod, whose driver replaces ranks in a running job."""
+    """True under elastic Horovod: its driver replaces ranks in a running job."""
     return environment.get("HOROVOD_ELASTIC") == "1"
 
 

@@ -319,7 +319,7 @@ def _has_signal(process_id: int) -> bool:
 
 
 def _end_by_signals() -> None:
-    """Give every signal that is not ignored (nohup) its default effect, the end."""
+    """Give every signal not ignored (nohup) its default effect, the end."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:

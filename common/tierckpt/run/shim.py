@@ -94,7 +94,7 @@ class _InScript(BaseException):
 class Shim:
     """One rank's shim. Main thread; after `supervise` has returned, this process is the script's.
 
-    Nothing may have been forked before, except by the preload, whose processes are gone."""
+    Nothing may have been forked before, except by the preload: its processes are gone."""
 
     def __init__(self, options: Options, place: Place, learned: LearnedFile) -> None:
         self._options, self._place, self._learned = options, place, learned
@@ -117,7 +117,7 @@ class Shim:
         """How the script of this attempt has ended."""
         self._attempt = 0
         self._is_ending = False
-        """Somebody outside of the job has asked this rank to end."""
+        """This rank was asked from outside to end."""
         self._earlier_children = set(process.children())
         """Children from before, as of a shell: `command & exec tierckpt run train.py`."""
         self._has_rank = not options.standby
@@ -261,7 +261,7 @@ class Shim:
         self._times.note("forked")
 
     def _leave(self) -> None:
-        """Go on without the others: the end of the script is the end of this process."""
+        """Continue without the others: the end of the script is the end of this process."""
         if not self._has_rank:
             if not self._link.is_open:
                 self._stand_by()
@@ -291,7 +291,7 @@ class Shim:
         self._selector.register(self._script.reports, selectors.EVENT_READ, self._reported)
 
     def _close(self) -> None:
-        """In the script's process: close all that is the shim's."""
+        """In the script's process: close everything of the shim."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)

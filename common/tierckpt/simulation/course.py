@@ -77,7 +77,7 @@ class Machines:
         return 1 + bad / self.in_job * (self._settings.bad_factor - 1)
 
     def lose(self, count: int) -> None:
-        """Take failed nodes out of the job, and begin their repair."""
+        """Take failed nodes out of the job, and start their repair."""
         for _ in range(count):
             weight = self.bad_in_job * self._settings.bad_factor
             good = self.in_job - self.bad_in_job
@@ -116,7 +116,7 @@ class Machines:
 ROUNDING_SECONDS = 1e-5
 """Less than this is not waited for: after years of seconds the clock cannot show 1e-9."""
 KEPT = 64
-"""Changes of the speed that are remembered, for flushes that began before them."""
+"""Changes of the speed that are remembered, for flushes that started before them."""
 
 
 class SharedStore:
@@ -149,7 +149,7 @@ class SharedStore:
             seconds -= (self._env.now - start_time) * speed
 
     def is_complete(self, start_time: float, seconds: float) -> bool:
-        """True if a transfer that began then is complete now."""
+        """True if a transfer from then is complete now."""
         done, now = 0.0, self._env.now
         for number, (since, speed) in enumerate(self._history):
             ends = [*self._history[number + 1 : number + 2], (now, 0.0)][0][0]
@@ -186,10 +186,10 @@ class Holdings:
         self._schedule, self._store = schedule, store
         self.newest: dict[str, int] = {}
         self._pending: dict[str, tuple[float, int]] = {}
-        """By level, the time at which a write that outlived its run began, and its version."""
+        """By level, the start of a write that outlived its run, and its version."""
 
     def advance(self, start_time: float, from_position: float, position: float, kind: str) -> None:
-        """Add the versions of a run that began at `start_time`, and was at `position` when it
+        """Add the versions of a run from `start_time` on, which was at `position` when it
         failed."""
         for rung in self._schedule.rungs:
             found, started = self._newest(rung, start_time, from_position, position)
@@ -208,7 +208,7 @@ class Holdings:
     def _newest(
         self, rung: Rung, start_time: float, from_position: float, position: float
     ) -> tuple[int, int]:
-        """The newest complete version, and the newest one that was begun."""
+        """The newest complete version, and the newest started one."""
         every = rung.every_steps
         started = self._schedule.newest(position, every)
         complete = self._schedule.newest(position - rung.latency_seconds, every)
@@ -255,7 +255,7 @@ class Holdings:
         return level, -version
 
     def resume(self, level: str, version: int) -> None:
-        """Begin a run from this version: later ones are of a lineage that ended."""
+        """Start a run from this version: later ones are of a lineage that ended."""
         if level == "peer":
             self.newest["local"] = version  # rebuilt
         self.newest = {name: min(v, version) for name, v in self.newest.items()}
@@ -323,10 +323,11 @@ class SimulatedJob:
         self._reached = 0.0
         """Where it was when it failed."""
         self._farthest, self._fruitless = 0.0, 0
-        """The farthest position that the training began from, and the failures since."""
+        """The farthest position that the training started from, and the failures since."""
         self._missing = 0
         self._exposed: set[int] = set()
-        """Nodes whose shards only the other members of their groups have, until `_protected_at`."""
+        """Nodes with shards that only the other members of their groups have, until
+        `_protected_at`."""
         self._protected_at = math.inf
         self._only_processes = True
         self._phase, self._since = "start", 0.0
@@ -354,7 +355,7 @@ class SimulatedJob:
         return outcome
 
     def _enter(self, phase: str) -> None:
-        """End the present phase. A training that goes on at the end counts."""
+        """End the present phase. A training still under way at the end counts."""
         now = self._env.now
         self._outcome.seconds[self._phase] += now - self._since
         if self._phase == "training":
@@ -365,7 +366,7 @@ class SimulatedJob:
 
     def _fail(self, job: simpy.Process) -> Steps:
         """All failures of all ranks, nodes and racks, as one Poisson process. Its rate is that of
-        the beginning, with the most bad nodes; the others are thinned out."""
+        the start, with the most bad nodes; the others are thinned out."""
         factors = {"node": self._machines.most_failure_factor}
         bounds = {kind: rate * factors.get(kind, 1.0) for kind, rate in self._rates.items()}
         total = sum(bounds.values())
@@ -383,7 +384,7 @@ class SimulatedJob:
             job.interrupt(kind)
 
     def _fail_again(self, job: simpy.Process) -> Steps:
-        """The failures whose times are given."""
+        """The failures at given times."""
         for at in sorted(self._scenario.failures.at_seconds):
             yield self._env.timeout(at - self._env.now)
             if not job.is_alive:

@@ -206,7 +206,7 @@ class StoreConformance:
     # --- faults ----------------------------------------------------------------------------------
 
     def test_failing_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
-        """An input/output error at the k-th operation, for every k; then the store goes on."""
+        """An input/output error at the k-th operation, for every k; then the store continues."""
         for hit in range(1, MAX_OPERATIONS):
             directory, log = tmp_path / f"eio{hit}", tmp_path / f"eio{hit}.log"
             store = self.make_store(directory)
@@ -297,7 +297,7 @@ class StoreConformance:
 
 
 def _read_log(log: Path) -> tuple[list[str], list[str]]:
-    """Operations that began, and operations that finished."""
+    """Operations that started, and operations that finished."""
     lines = log.read_text().splitlines() if log.exists() else []
     started = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
     finished = [line.removeprefix("end ") for line in lines if line.startswith("end ")]
@@ -323,7 +323,7 @@ class BackendConformance:
     """Subclass it with a fixture `backend`: an empty one. Set missing capabilities to False."""
 
     exclusive_is_atomic = True
-    """Of several exclusive puts at once exactly one succeeds. False: two jobs that begin within
+    """Of several exclusive puts at once exactly one succeeds. False: two jobs that start within
     about a second are not kept apart (see `storage.persistent.lease`)."""
 
     def test_a_file_is_read_back_whole_and_in_ranges(self, backend: Backend) -> None:
@@ -439,7 +439,7 @@ class BackendConformance:
         backend.discard("nothing")
 
     def test_deleting_removes_only_the_named_file(self, backend: Backend) -> None:
-        """Names with the same beginning stay."""
+        """Names with the same start stay."""
         for name in ("v1/a", "v1/deep/b", "v10/a", "v1.manifest"):
             put(backend, name, b"x")
         backend.delete_folder("v1")

@@ -6,7 +6,7 @@ Off unless `trace_dir` is set; then each rank appends to `<trace_dir>/trace-r<ra
 first `trace_steps` boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
 `about:tracing` and Perfetto.
 
-The file is a JSON array that is never closed, which both viewers accept: everything written before
+The file is a JSON array, never closed, which both viewers accept: everything written before
 a kill is readable. A new run cuts off an incomplete last line and continues after it. Time stamps
 are microseconds of Unix time, read once and continued by the monotonic clock, so that setting the
 clock during the job changes nothing.
@@ -15,7 +15,7 @@ Kinds of entries (their `cat`):
 
 | kind | row | meaning |
 |---|---|---|
-| `start` | training | a run begins: rank, process id, host |
+| `start` | training | a run starts: rank, process id, host |
 | `boundary`, `barrier` | training | the two stalls |
 | `update` | training | an optimizer changes the weights |
 | `trace` | training | this recorder writes its file |
@@ -74,8 +74,8 @@ class Trace(Part):
     the recording with a notice, and is never raised.
 
     Args:
-        path: the file; made or continued. Raises OSError if that is not possible, ValueError if it
-            is not a trace.
+        path: the file; made or continued. Raises OSError if it cannot be, ValueError if it is not a
+        trace.
         steps: number of boundaries to record from now on.
         name_of: the name of a parameter.
         notice: called with a sentence when the recording ends early.
@@ -103,7 +103,7 @@ class Trace(Part):
         self._layers: tuple[CopyPlan | None, list[list[str]]] = (None, [])
         self._sealed_at: dict[int, float] = {}
         self._reducing: set[torch.futures.Future[Any]] = set()
-        """Reductions with an end that is not recorded yet."""
+        """Reductions with an end not recorded yet."""
         self._update_start: float | None = None
         self._hooks: list[Any] = []
         self._epoch_us = time.time_ns() / 1e3 - 1e6 * time.perf_counter()
@@ -185,7 +185,7 @@ class Trace(Part):
     # --- training thread -----------------------------------------------------------------------
 
     def attached(self, job: TrainingJob) -> None:
-        """Watch the optimizers, after the hooks that wait for the copy: that is no update."""
+        """Watch the optimizers, after the hooks that wait for the copy: the wait is no update."""
         steppers = job.state.steppers
         self._hooks = self.watch({name: each[0] for name, each in steppers.items() if each})
 

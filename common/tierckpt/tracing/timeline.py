@@ -38,7 +38,7 @@ class Span:
     layers: tuple[str, ...] = ()
     """Parameters concerned."""
     launched_us: int | None = None
-    """The time at which the first rank requested an allreduce, if the span itself begins later."""
+    """The time at which the first rank requested an allreduce, if the span itself starts later."""
 
     @property
     def us(self) -> int:

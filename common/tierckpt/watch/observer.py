@@ -2,8 +2,8 @@
 
 The rows of the catalog are reduced to one line a level. A process that sees only the persistent
 level learns from the lease, and from unfinished versions: their files show how far all nodes are
-together, and whose shards are missing, wherever the watcher runs. Whether the job runs is decided
-by the surest sign that one look has found.
+together, and which ranks' shards are missing, wherever the watcher runs. Whether the job runs is
+decided by the surest sign that one look has found.
 
 Event tails: the newest events of all ranks, read from the ends of their files.
 
@@ -105,7 +105,7 @@ class _Tail:
     rank: int
     offset: int = 0
     rest: bytes = b""
-    """The begin of a line of which the end was not there yet."""
+    """The start of a line still without its end."""
     last: str = ""
     """The name of its newest event."""
     last_message: str = ""
@@ -493,7 +493,7 @@ def _flush_work(store: PersistentStore, name: VersionName) -> Work:
 
 
 def _missing(store: PersistentStore, name: VersionName) -> tuple[list[int], int]:
-    """Shards that are not stored yet, and the number of others of which that is not known."""
+    """Shards not stored yet, and the number of those in an unknown state."""
     there = store.backend.sizes(name.stem)
     counts = [int(found[2]) for found in map(LABEL.match, there) if found]
     if not counts:
@@ -576,7 +576,7 @@ def _with_journal(restart: Restart | None, there: Survey) -> Restart | None:
 
 
 def _state(seen: Seen, now: float) -> tuple[str, str]:
-    """The state of the job, and the reason in words; the surest sign decides."""
+    """The state of the job, and the reason as text; the surest sign decides."""
     if seen.trainers:
         return RUNS, f"{seen.trainers} on this machine"
     if living := sum(lives for _, lives in seen.claims):
@@ -641,9 +641,9 @@ def _last_seen(seen: Seen, rows: Sequence[Row], state: str, now: float) -> float
 
 
 MAX_TIMES = 10_000
-"""Number of versions whose times are kept."""
+"""Number of versions with kept times."""
 MAX_NODES = 4096
-"""Number of directories whose claims are read."""
+"""Number of directories with claims that are read."""
 
 
 class Observer:
@@ -662,7 +662,7 @@ class Observer:
         self._dead_since: float | None = None
         """See `Seen.dead_since`."""
         self._hint: str | None = None
-        """Where the job may be, if nothing is at the paths; None: nobody has looked yet."""
+        """Where the job may be, if nothing is at the paths; None: not searched yet."""
         self._taken: dict[tuple[int, int, str], float] = {}
         """Unix times of the versions seen so far, by generation, version and run."""
 
@@ -728,8 +728,8 @@ class Observer:
         return seen
 
     def _named_by(self, claims: Iterable[tuple[Claim, bool]]) -> list[str]:
-        """Persistent places named in claims that were not given. One that is not here (another
-        machine's) is left out."""
+        """Persistent places named in claims that were not given. One not here (another machine's)
+        is left out."""
         named = dict.fromkeys(claim.persistent for claim, _ in claims if claim.persistent)
         known = {*map(_real, (*self._paths, *self._found_paths))}
         answers.silent(named, answers.PATIENCE_SECONDS)
