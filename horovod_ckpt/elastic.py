@@ -104,7 +104,7 @@ class ElasticAdapter(HorovodAdapter):
         super().__init__(model, optimizer)
         self._is_quiet = is_quiet
         self.agreed_vote = 0
-        """NOTHING_HEARD if all ranks voted so at the previous boundary."""
+        """NO_NEWS if all ranks voted so at the previous boundary."""
         self.passed_over = False
         """The last commit was no boundary."""
         self._voted_seconds = float("-inf")
@@ -112,7 +112,7 @@ class ElasticAdapter(HorovodAdapter):
         """True if the loop changes weights after commits: each commit returns after the copy."""
 
     def vote(self) -> int:
-        """NOTHING_HEARD, or 0 if commits are rare or a host joins or leaves."""
+        """NO_NEWS, or 0 if commits are rare or a host joins or leaves."""
         now, before = time.monotonic(), self._voted_seconds
         self._voted_seconds = now
         return NO_NEWS if self._is_quiet() and now - before < RARE_SECONDS else 0

@@ -180,7 +180,7 @@ class Passes:
     """The passes over a loader, each made by `start(loader)`."""
 
     def __init__(self, loader: Any, start: Callable[[Any], Pass], evaluated: Any = None) -> None:
-        """`evaluated`: data of evaluations, whose generators are looked for as well."""
+        """`evaluated`: data of evaluations; their generators are looked for as well."""
         self._loader, self._start, self._evaluated = loader, start, evaluated
 
     def __len__(self) -> int:
@@ -199,19 +199,19 @@ CURE = "Set {accumulation}={value}, or start {ranks} ranks"
 UNKNOWN_SIZE = (
     "v{version} was taken by {had} rank(s), and this job has {has}: the loader's batch size is "
     "unknown (a batch sampler without batch_size), so the samples to skip are, too. Start {had} "
-    "rank(s), or begin a new job at another path"
+    "rank(s), or start a new job at another path"
 )
 UNKNOWN_BATCH = (
     "v{version} was taken with {name}={had}, and this job has {name}={has}: the loader's batch "
     "size is unknown (a batch sampler without batch_size), so the samples to skip are, too. Set "
-    "{name}={had}, or begin a new job at another path"
+    "{name}={had}, or start a new job at another path"
 )
 OTHER_ORDER = (
     "v{version}: the sampler makes its order of samples for a batch size, which was {had} and is "
     "{has} now: the samples to skip would not be those trained on. Start {ranks} with the former "
-    "batch size and accumulation, or begin a new job at another path"
+    "batch size and accumulation, or start a new job at another path"
 )
-OTHER_CURE = "Start {ranks} ranks with the former sizes, or begin a new job at another path"
+OTHER_CURE = "Start {ranks} ranks with the former sizes, or start a new job at another path"
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ ONE_PROCESS = (
     "GPU, with torchrun --nproc-per-node {count}"
 )
 BATCH_SIZE = (
-    "auto_find_batch_size=True: each restart would begin with the first batch size. Set "
+    "auto_find_batch_size=True: each restart would start with the first batch size. Set "
     "per_device_train_batch_size to the size that it found, and auto_find_batch_size=False"
 )
 SIGNAL = (
@@ -145,7 +145,7 @@ WAYS = Ways(
     give="tierckpt={'generators': [...]}",
     set_epoch="call it in on_epoch_begin of a callback, with state.epoch",
     count="set its count from state.epoch in on_epoch_begin of a callback",
-    start="begin a new job at another path",
+    start="start a new job at another path",
 )
 
 
@@ -378,11 +378,11 @@ STATE, DATA = "transformers", "transformers data"
 """Names of the Trainer's state and place in `extra_per_rank`."""
 IMPORTED = (
     "v{version} was imported from {source}, and has no state of a Trainer. Give train() the folder "
-    "itself, resume_from_checkpoint=..., and TierTrainer an empty path: the job goes on from the "
+    "itself, resume_from_checkpoint=..., and TierTrainer an empty path: the job continues from the "
     "folder, and takes its versions there (`tierckpt export --format transformers` makes a folder)"
 )
 NOT_LOADED = (
-    "resume_from_checkpoint is not used: the job goes on from {version}. To begin with that "
+    "resume_from_checkpoint is not used: the job continues from {version}. To start with that "
     "checkpoint, use another path for TierTrainer, and no fork_from"
 )
 

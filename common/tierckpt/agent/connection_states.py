@@ -109,8 +109,8 @@ class Standing:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Places to look at. Other ranks or an earlier run may have passed over one whose agent has
-        ended since. While a process is followed, only its own place."""
+        """Places to look at. Other ranks or an earlier run may have passed over one with an agent
+        that has ended since. While a process is followed, only its own place."""
         return (self.index,) if self.follows else self.places
 
     @property

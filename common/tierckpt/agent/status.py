@@ -70,7 +70,7 @@ class Task:
         self._done_bytes = self._total_bytes = 0
 
     def restart(self, total_bytes: int) -> None:
-        """Begin an attempt, with an upper bound of its bytes."""
+        """Start an attempt, with an upper bound of its bytes."""
         self._done_bytes, self._total_bytes = 0, total_bytes
 
     def advance(self, nbytes: int) -> None:
@@ -203,7 +203,7 @@ class StatusServer:
     sleeps while no one asks. Owns `listener`."""
 
     def __init__(self, listener: socket.socket, status: Callable[[], AgentStatus]) -> None:
-        """Begin to answer. `status` is called in the other thread. Raises RuntimeError if no thread
+        """Start to answer. `status` is called in the other thread. Raises RuntimeError if no thread
         can be started."""
         self._listener, self._status = listener, status
         thread = threading.Thread(target=self._serve, name="tierckpt-status", daemon=True)
@@ -313,7 +313,7 @@ class StallWatch:
         self._question: socket.socket | None = None
         self._session = session
         self.outlook: Callable[[], str] = str
-        """What the memory level does while the local one hangs, in words."""
+        """What the memory level does while the local one hangs, as text."""
         self.stalls: dict[str, float] = {}
         """Levels that hang, or AGENT, and since when (monotonic)."""
         self.since = 0.0
@@ -326,7 +326,7 @@ class StallWatch:
     def look(
         self, at_work: bool, place: AgentFiles, pid: int | None, inline: Agent | None
     ) -> list[Problem]:
-        """Ask, or read the answer; returns what has changed, in words. Waits for nothing.
+        """Ask, or read the answer; returns what has changed, as text. Waits for nothing.
 
         `at_work`: some order is in progress. The agent is at `place`, with this process id, or is a
         part of this process."""
@@ -366,7 +366,7 @@ class StallWatch:
         self.close()
 
     def __del__(self) -> None:
-        self.close()  # a job that is dropped says no goodbye
+        self.close()  # a dropped job says no goodbye
 
     def close(self) -> None:
         """Forget the question."""
@@ -401,7 +401,7 @@ class StallWatch:
             return [self._said(LOCAL, text, logging.ERROR)]
         work = f"nothing of {which} has been written" if which else "it has not answered"
         text = f"{self._place(what)} hangs: {work} since {at}"
-        text += self._memory() if what == LOCAL else "; versions on other levels go on"
+        text += self._memory() if what == LOCAL else "; versions on other levels continue"
         return [self._said(what, text, logging.ERROR)]
 
     def _continues(self, what: str, now: float) -> list[Problem]:

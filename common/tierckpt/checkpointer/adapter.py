@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """The part of one Checkpointer that is for its adapter. Training thread, but for `release`."""
+    """The part of one Checkpointer for its adapter. Training thread, but for `release`."""
 
     def __init__(self, checkpointer: CheckpointerCore) -> None:
         self._checkpointer = checkpointer

@@ -782,7 +782,7 @@ def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str,
             f"{taken} a checkpointer already, from an earlier call. Several optimizers go into one "
             "call, {'name': optimizer, 'other name': ...}; so do models that train together, "
             "torch.nn.ModuleDict({'name': model, ...}). A job of its own needs another path; to "
-            "begin again, close() the attribute `checkpointer` first"
+            "start again, close() the attribute `checkpointer` first"
         )
 
 

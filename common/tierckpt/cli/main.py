@@ -83,7 +83,7 @@ GROUPS = {
     "control a job": (
         Command("halt", "control", "ask a running job to checkpoint and stop"),
         Command("rollback", "removal", "go back to an older version at the next start"),
-        Command("fork", "control", "let a new job begin from a version of another one"),
+        Command("fork", "control", "let a new job start from a version of another one"),
         Command("pin", "control", "keep a version: retention does not delete it"),
         Command("unpin", "control", "end a pin: retention may delete the version again"),
         Command("delete", "removal", "remove versions from all levels, after a question"),
@@ -113,7 +113,7 @@ GROUPS = {
         Command(
             "doctor",
             "doctor",
-            "show what this machine offers, with a cure for all that is missing",
+            "show what this machine offers, with a cure for whatever is missing",
         ),
         Command("health", "machine", "check whether this node can take checkpoints"),
         Command("completion", "machine", "print the completion of bash, zsh or fish"),

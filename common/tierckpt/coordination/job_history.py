@@ -147,7 +147,7 @@ class JobHistory:
         self.pins: list[tuple[Pin, ...]] = []
         """Pins on the local level of every rank's node."""
         self.suspects: dict[VersionId, str] = {}
-        """Versions whose replicas differed, or may have, with the difference as text."""
+        """Versions with replicas that differed, or may have, with the difference as text."""
         self.nodes: list[str] = []
         """Names of every rank's node."""
         self.problems: list[str] = []

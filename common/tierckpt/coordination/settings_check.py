@@ -241,7 +241,7 @@ def _differ(ranks: list[int], lines: str) -> ConfigError:
 
 def _difference(name: str, theirs: str, ours: str) -> str:
     if name == STORAGE_OPTIONS:
-        return f"  {name}, whose values are not shown"
+        return f"  {name}, with values that are not shown"
     return f"  {name}={theirs} there, and {name}={ours} on rank 0"
 
 

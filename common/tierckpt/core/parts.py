@@ -279,7 +279,7 @@ class Parts:
         self._all: list[Part | None] = [None] * len(table)
         self._votes = [kind.votes for kind in table]
         self.silent = tuple(field.silent for fields in self._votes for field in fields)
-        """The votes of a rank whose parts say nothing."""
+        """The votes of a rank with silent parts."""
         self.refresh()
 
     def make(self, job: TrainingJob, early: bool) -> None:

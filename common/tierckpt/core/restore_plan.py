@@ -323,11 +323,11 @@ def plan_restore(
     """Plan the newest version that can be read or rebuilt, each shard from its cheapest place.
 
     All shards of a version are of one run. `bad` are copies found damaged; `version` restricts the
-    choice to that number. `readers` read the same copies again. No rank reads a copy that is
-    `unreachable` to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the
-    node of every rank; without it each rank is on a node of its own. `avoid` are versions that must
-    not be chosen. `rollback_run` is the last rollback's entry in the lineage (see `core.branches`);
-    it does not restrict `version`. With `abandoned`, a `version` in no run's past counts as well,
+    choice to that number. `readers` read the same copies again. No rank reads a copy `unreachable`
+    to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the node of every
+    rank; without it each rank is on a node of its own. `avoid` are versions that must not be
+    chosen. `rollback_run` is the last rollback's entry in the lineage (see `core.branches`); it
+    does not restrict `version`. With `abandoned`, a `version` in no run's past counts as well,
     after all others. Returns None when there is no such version. Same inputs give the same plan:
     every rank calls this.
     """

@@ -96,7 +96,7 @@ class WandB(ScalarExporter):
             self._run = None
         elif not self._has_run:
             logger.warning(
-                "WandB: nothing was logged, as the script began no run; call wandb.init() in it, "
+                "WandB: nothing was logged, as the script started no run; call wandb.init() in it, "
                 "or give WandB(project=...)"
             )
 

@@ -101,7 +101,7 @@ class Files:
 
         Args:
             version: only the version of this number; RestoreError if it does not exist.
-            ranks: ranks of the former run whose files this rank wants; None: its own, and a
+            ranks: ranks of the former run with files for this rank; None: its own, and a
                 RestoreError if the number of ranks is another one.
         """
         restart = self._find(version)
@@ -139,7 +139,7 @@ class Files:
             raise RestoreError("restore() while a version is being written: end it first")
         if self._job.history.lineage:
             raise RestoreError(
-                "restore() after the run has begun: call it before the first version, and once"
+                "restore() after the run has started: call it before the first version, and once"
             )
         if self._restart is None:
             self._restart = Restart(self._job)

@@ -1,4 +1,4 @@
-"""A job without a training state: the levels of a program whose ranks store files.
+"""A job without a training state: the levels of a program with ranks that store files.
 
 It has what a checkpointer has below the snapshot. Ranks do not vote while they compute; they
 exchange what they know in collectives of the calls that the program makes anyway.
@@ -42,7 +42,7 @@ SAME = {"__exit__": "close"}
 
 
 class SameCalls:
-    """A group whose gathers find out that ranks make different calls, as with `if rank == 0:`
+    """A group with gathers that find out that ranks make different calls, as with `if rank == 0:`
     around one of them. Otherwise each rank would take the others' values for something else. Is a
     `Group`; the methods are those of the group inside."""
 

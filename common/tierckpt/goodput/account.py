@@ -638,7 +638,7 @@ def _notes(runs: Sequence[Run], accounts: Sequence[RunAccount]) -> list[str]:
     for run, one in zip(runs, accounts, strict=True):
         if run.reference.follows_at_once:
             found.append(
-                f"run {one.number} began, by its clock, before the end of the run before: the time "
+                f"run {one.number} started, by its clock, before the end of the run before: the time "
                 "between them is unknown, and counts as 0"
             )
         if (lacking := one.world - len(run.ranks)) > 0 and run.reference.run:
@@ -665,7 +665,7 @@ def document(job: Account, program_goodput: float | None) -> dict[str, Any]:
 
       - `number`, `begin`, `end`: from 1; the start of its processes, and its last sign of life or
         its failure
-      - `world`, `clock_rank`: number of ranks; the rank whose clock counts
+      - `world`, `clock_rank`: number of ranks; the rank with the clock that counts
       - `from_version`, `to_version`: restored and last version
       - `ending`, `reason`: `closed`, `failed` or `open` (the last run, without an end so far); the
         reason of a clean end

@@ -680,14 +680,14 @@ OF_LOADER = (
 )
 
 PERSISTENT = (
-    "has persistent_workers=True: random numbers that samples draw in its workers go on from epoch "
-    "to epoch, and it draws from torch's generator only at its first pass in a process. Both are "
+    "has persistent_workers=True: random numbers that samples draw in its workers continue from "
+    "epoch to epoch, and it draws from torch's generator only at its first pass in a process. Both are "
     "in no checkpoint, so a resumed run draws other random numbers in later epochs. For an exact "
     "restart set persistent_workers=False, also for the loader of an evaluation."
 )
 SEEDS = (
     "was given itself: it stores its place in the data, and not the random numbers. In a resumed "
-    "run it draws seeds again when it goes on in the middle of a pass, so dropout, random "
+    "run it draws seeds again when it continues in the middle of a pass, so dropout, random "
     "transforms or later shuffles differ. For an exact restart wrap it: data = "
     "tierckpt.ResumableLoader(loader), loop over data, and give extra_per_rank={'data': data}."
 )

@@ -84,7 +84,7 @@ class ForeignState:
         ConfigError if no name has it."""
         if not any(name.startswith(prefix) for name in self.model):
             first = next(iter(self.model), "")
-            raise ConfigError(f"no name in the model begins with {prefix!r}; the first is {first}")
+            raise ConfigError(f"no name in the model starts with {prefix!r}; the first is {first}")
         self.prefix = prefix
         other = [name for name in self.model if not name.startswith(prefix)]
         self.not_taken += [f"{name} (without the prefix)" for name in other]

@@ -312,7 +312,7 @@ def write_lightning(saved: Saved, out: Path) -> list[str]:
         loops = _first_loops(saved.version)
         schedulers = [*schedulers_in(saved.extra).values()]
         remarks.append(
-            "no state of a Trainer is in the version: Lightning begins an epoch, at global_step "
+            "no state of a Trainer is in the version: Lightning starts an epoch, at global_step "
             f"{saved.version}"
         )
     epoch = loops["epoch_progress"]["current"]["completed"]

@@ -57,7 +57,7 @@ __all__ = ["JournalSearch", "Replay"]
 
 SHORTER = (
     "rank {rank} has the journal only up to v{last}, and others have {more} more record(s): the "
-    "job goes on from v{last}"
+    "job continues from v{last}"
 )
 ELSEWHERE = "the journal of rank {ranks} comes from a copy on another rank's node"
 Held = tuple[int, RecordKey]
@@ -207,7 +207,7 @@ class JournalSearch:
 
 DIFFERS = (
     "the journal leads from v{base} to v{last}, and its steps could not be made again exactly: "
-    "{why}. The job goes on from v{reached}, which is exact; {lost} iteration(s) after it are lost"
+    "{why}. The job continues from v{reached}, which is exact; {lost} later iteration(s) are lost"
 )
 REPLICAS_DIFFER = "the ranks came to different parameters or optimizer state"
 

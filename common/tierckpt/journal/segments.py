@@ -423,7 +423,7 @@ def unused_journal(
     Args:
         directory: the local directory.
         base: the version that was restored.
-        began: see `chain_from`.
+        rollback_run: see `chain_from`.
         texts: the reason why it is not used, and the remedy.
         size: number of ranks of this job.
         reached: how far this job's own journal has led; only journals of another number of ranks

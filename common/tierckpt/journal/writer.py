@@ -114,7 +114,7 @@ class JournalWriter:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def keeps_up(self, wait: bool) -> bool:
-        """True if another record may be submitted; with `wait`, when that is so."""
+        """True if another record may be submitted; with `wait`, once it may."""
         with self._changed:
             while wait and self._waiting >= MAX_WAITING:
                 self._changed.wait()

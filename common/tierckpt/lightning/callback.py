@@ -81,21 +81,21 @@ def _requeue(job: str) -> None:
 STATE = "lightning"
 """Name of the Trainer's state in `extra_per_rank`."""
 OTHER_RANKS = (
-    "v{version} is of another number of ranks: the epoch goes on with its next samples. Metrics "
+    "v{version} is of another number of ranks: the epoch continues with its next samples. Metrics "
     "and logged means of this epoch have its later batches only"
 )
 IMPORTED = (
     "v{version} was imported from {source}, and has no state of Lightning's loops. Give Lightning "
-    "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job goes on from "
+    "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job continues from "
     "the file, and takes its versions there (`tierckpt export` makes a .ckpt)"
 )
 LEFT_OUT = (
-    "on_train_epoch_start of {names} is not called in this epoch, which had begun before the "
+    "on_train_epoch_start of {names} is not called in this epoch, which had started before the "
     "restart. If it makes more than a restart restores (the epoch's number of a data set, a list), "
     "do that in on_train_start, too: every run calls it"
 )
 NOT_LOADED = (
-    "ckpt_path {given!r} is not loaded: the job goes on from {version}. To begin with this file, "
+    "ckpt_path {given!r} is not loaded: the job continues from {version}. To start with this file, "
     "use another path for TierCheckpoint, and no fork_from"
 )
 

@@ -51,7 +51,7 @@ OWN_FETCHING = (
 )
 CHANGES = {
     "ModelPruning": "it gives parameters other names (weight_orig) in the middle of the training, "
-    "and a restart would begin with the former ones. Prune the model before fit(), with "
+    "and a restart would start with the former ones. Prune the model before fit(), with "
     "torch.nn.utils.prune: the masks are buffers, and part of every version",
     "LearningRateFinder": "it would search again after each restart. Search once, with "
     "Tuner(trainer).lr_find(model)",

@@ -346,7 +346,7 @@ OTHER_ORDER = (
 INDIVISIBLE = (
     "v{version} was taken with {samples} samples a step ({old}), which cannot be divided by "
     "{ranks} rank(s) x accumulate_grad_batches={accumulation}. Set another "
-    "accumulate_grad_batches, or start {had} rank(s), or begin a new job at another path"
+    "accumulate_grad_batches, or start {had} rank(s), or start a new job at another path"
 )
 DDP_FLAG = "require_forward_param_sync"
 """Attribute of a DDP module: whether its next forward pass broadcasts the buffers of rank 0. A

@@ -114,7 +114,7 @@ WAYS = Ways(
     give="TierCheckpoint(generators=[...])",
     set_epoch="call it in on_train_start, too, with trainer.current_epoch",
     count="set its count in on_train_start from trainer.current_epoch",
-    start="begin a new job at another path",
+    start="start a new job at another path",
 )
 
 

@@ -555,7 +555,7 @@ class Forks(Part):
             if other or given.version not in (None, record.id.version):
                 places = " and ".join(self.marks.recorded)
                 raise RestoreError(
-                    f"this job is to begin from {record}, as an earlier start or `tierckpt fork` "
+                    f"this job is to start from {record}, as an earlier start or `tierckpt fork` "
                     f"noted in {places}, and {FORK_SETTING} is {text!r}. Nothing was changed",
                     f"To take the first one back: {cancel}",
                 )
@@ -636,7 +636,7 @@ class Forks(Part):
         report = forked.result.partial
         what = f"{report.of_parts} of {report}" if report else str(origin)
         self._reports.notice_of_all(
-            f"this job has no version of its own, and begins from {what}"
+            f"this job has no version of its own, and starts from {what}"
             + ("" if trouble else f". {origin} is held there until it has one on disk"),
             logging.INFO,
         )
@@ -644,9 +644,9 @@ class Forks(Part):
             then = "the restart fails"
             remedy = f"To keep it: tierckpt pin {shlex.quote(origin.source)} {origin.id.version}"
             if trouble == IN_MEMORY:
-                then = then if fixed else "the restart begins from the newest version then"
+                then = then if fixed else "the restart starts from the newest version then"
                 remedy = (
-                    "To begin from one that stays, choose one on disk (tierckpt list), or have "
+                    "To start from one that stays, choose one on disk (tierckpt list), or have "
                     "that job write one (save(now=True), local_every_steps)"
                 )
             self._reports.notice_of_all(

@@ -117,9 +117,9 @@ class SourceLook:
             if exactly in self.facts and self.candidates.plan(exactly.version, others):
                 return exactly
             raise RestoreError(
-                f"{exactly} of {wanted.path} is not there any more, and this job is to begin from "
+                f"{exactly} of {wanted.path} is not there any more, and this job is to start from "
                 "it. Nothing was changed",
-                f"To begin from another version: {wanted.cancel}",
+                f"To start from another version: {wanted.cancel}",
             )
         plan = self.candidates.plan(wanted.version, avoid) or self.candidates.plan(wanted.version)
         if self.unseen and (plan is None or wanted.version is None):
@@ -295,25 +295,25 @@ def _not_read(id_: VersionId, wanted: Wanted, look: SourceLook) -> RestoreError:
     what = f"{id_} of {wanted.path} could not be read"
     if not bad:
         return RestoreError(
-            f"{what}: its source went on writing. Nothing was changed",
-            "Repeat it, or choose a version that is on disk (tierckpt list)",
+            f"{what}: its source continued to write. Nothing was changed",
+            "Repeat it, or choose a version on disk (tierckpt list)",
         )
     plan = look.candidates.plan(avoid={id_})
     other = f"{wanted.path}@v{plan.id.version} is complete" if plan else "none is complete there"
     first = f". First: {wanted.cancel}" if wanted.cancel else ""
     return RestoreError(
-        f"{what}: {some(bad)}. Nothing was changed", f"Begin from another version: {other}{first}"
+        f"{what}: {some(bad)}. Nothing was changed", f"Start from another version: {other}{first}"
     )
 
 
 def _nothing_there(wanted: Wanted, missing: str) -> RestoreError:
     if wanted.cancel:
         return RestoreError(
-            f"this job is to begin from {wanted.name}, and {missing}. Nothing was changed",
-            f"Bring it back; or, to begin from another version: {wanted.cancel}",
+            f"this job is to start from {wanted.name}, and {missing}. Nothing was changed",
+            f"Bring it back; or, to start from another version: {wanted.cancel}",
         )
     number = "After the last @ comes the number of a version" if "@" in wanted.path else ""
-    return RestoreError(f"there is nothing to begin from: {missing}. Nothing was changed", number)
+    return RestoreError(f"there is nothing to start from: {missing}. Nothing was changed", number)
 
 
 def _copied(image: ShardImage) -> ShardImage:
@@ -409,7 +409,7 @@ class OwnMarks:
         except FileNotFoundError:
             pass
         except (CorruptShardError, FormatError) as error:
-            trouble = f"the version that this job is to begin from is unknown: {error}"
+            trouble = f"the version that this job is to start from is unknown: {error}"
         except Exception as error:  # a client's own errors, too
             trouble = f"the record of this job's origin cannot be read: {error}"
         seen = self._group.all_gather_object((found, text, trouble))
@@ -417,12 +417,12 @@ class OwnMarks:
             place = shlex.quote(self._config.path)
             raise RestoreError(
                 troubles[0],
-                f"To begin without it: tierckpt fork --cancel {place}; then order the fork again, "
+                f"To start without it: tierckpt fork --cancel {place}; then order the fork again, "
                 "if there is to be one",
             )
         if len({text for _, text, _ in seen}) > 1:
             texts = some([repr(text) for _, text, _ in seen])
-            raise RestoreError(f"the ranks are to begin from different versions: {texts}")
+            raise RestoreError(f"the ranks are to start from different versions: {texts}")
         self.recorded = {place: each for theirs, *_ in seen for place, each in theirs.items()}
         return next(iter(self.recorded.values()), None), text
 

@@ -469,7 +469,7 @@ def _look_at_forks(place: Place, at: Location, there: Survey) -> None:
         try:
             origin = OriginFile(place).read()
         except (CorruptShardError, FormatError) as error:
-            why = f"{error}: the record of the version that this job begins from"
+            why = f"{error}: the record of the version that this job starts from"
             there.bad_notes.append(Problem(at, why))
         else:
             there.origins += [origin] if origin else []
@@ -629,7 +629,7 @@ def hint_of(path: str, there: Survey) -> str:
     source = source_of(path)
     if source.version is not None:
         text = f"only a fork's source takes @v{source.version} after it; give {source.path}"
-        return f"{text}, if that is what you mean"
+        return f"{text}, if you mean that"
     with suppress(Exception), closing(there.open_store(path)) as store:
         folders = [name.rstrip("/") for name in store.notes() if name.endswith("/")]
         return _below([f"{path.rstrip('/')}/{name}" for name in folders if name != RUNS])

@@ -294,7 +294,7 @@ class Exchange:
                     transport.doubt(address)
                     limit = limits.again_seconds if doubted else limits.join_seconds
                     raise PeerError(
-                        f"{self._party.name(member)} did not begin {self.id} within {limit:g} s: "
+                        f"{self._party.name(member)} did not start {self.id} within {limit:g} s: "
                         f"{error}",
                         member,
                     ) from error

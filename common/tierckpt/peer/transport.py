@@ -297,7 +297,7 @@ class Transport:
             if operation == "join":
                 record = link.receive_record(head)
                 if not met:
-                    link.send({"op": "refused", "why": "another run of the job has begun here"})
+                    link.send({"op": "refused", "why": "another run of the job has started here"})
                 elif host := self._await_host(link, head):
                     host.attend(link, head, record)
             elif operation == "list":
@@ -345,7 +345,7 @@ class Transport:
                     return None
                 if self._closing or time.monotonic() > deadline or not link.idle():
                     raise PeerError(
-                        f"{link.peer} asked for the exchange of {asked}, which did not begin here"
+                        f"{link.peer} asked for the exchange of {asked}, which did not start here"
                     )
                 self._changed.wait(LOOK_SECONDS)
             return self._hosts[tag, member]

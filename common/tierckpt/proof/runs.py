@@ -161,7 +161,7 @@ LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
 """Python's format, perhaps after a launcher's prefix."""
 _REPORT = re.compile(r".*torch/distributed/elastic/multiprocessing/api\.py.* failed \(exitcode")
-"""The last such line begins torchrun's own report: that a rank failed, not why."""
+"""The last such line starts torchrun's own report: that a rank failed, not why."""
 ENVIRONMENT = {
     # Otherwise torchrun lets all starts of a job share one key-value store, and a restarted gloo
     # process may read the address of a dead one.

@@ -285,7 +285,7 @@ LOADER = "extra_per_rank/loader0"
 NOT_RESUMED_LOADER = (
     "The loop used other data: its loader was not resumed. In place of restore(): data = "
     "ckpt.resume(loader), with all loaders that the training takes batches from. Iterate over "
-    "data, and begin at data.epoch"
+    "data, and start at data.epoch"
 )
 COUNTS = (
     "the loop counts batches, from 0 after a restart in the middle of an epoch, and computes with "

@@ -140,7 +140,7 @@ class Drift:
             if self._config.on_drift == "stop":
                 how = 'and restore() takes it by itself, as on_drift is "stop"'
             return (
-                f"v{clean.version} is the newest version on disk that is known to be equal on all "
+                f"v{clean.version} is the newest version on disk known to be equal on all "
                 f"ranks. Restart the job {how}"
             )
         return (

@@ -788,7 +788,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         "History",
-        "A run goes on where another one ended, goes back to an older version, or is a fork.",
+        "A run continues where another one ended, goes back to an older version, or is a fork.",
         (),
         _history,
         _lacks_history,

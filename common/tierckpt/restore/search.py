@@ -547,7 +547,7 @@ class VersionSearch:
                 "run would start from the same version, so it stops: a launcher could otherwise "
                 "retry forever. Nothing was changed",
                 f"Find the cause first. Then restore(version={found.version}) tries {found} once "
-                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) goes on from the newest version, '
+                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) continues from the newest version, '
                 "suspect or not",
             )
         self._notices.of_all(

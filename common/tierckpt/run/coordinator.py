@@ -237,7 +237,7 @@ class Hub:
         self._unproved: dict[Connection, str] = {}
         """Connections that have not yet proved that they belong to the job, with the challenge."""
         self._refused: set[str] = set()
-        """Addresses whose refusal was reported."""
+        """Addresses with a reported refusal."""
         self._spares, self._program = Spares(), own["program"]
         self._slots, self._nodes = {0: own["slot"]}, {0: own["node"]}
         self._new: set[int] = set()

@@ -82,8 +82,8 @@ class Times:
 
 
 ELASTIC = (
-    "elastic Horovod replaces failed ranks itself, while others go on: tierckpt run only forwards "
-    "signals here. Without --min-np, horovodrun leaves restarts to tierckpt run"
+    "elastic Horovod replaces failed ranks itself, while others continue: tierckpt run only "
+    "forwards signals here. Without --min-np, horovodrun leaves restarts to tierckpt run"
 )
 
 

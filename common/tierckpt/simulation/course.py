@@ -175,7 +175,7 @@ class SharedStore:
 
 
 WRITES_CONTINUE = {"process": ("local", "peer", "persistent")}
-"""Levels whose agents complete a write after such a failure. A copy to memory ends with its
+"""Levels with agents that complete a write after such a failure. A copy to memory ends with its
 process."""
 
 

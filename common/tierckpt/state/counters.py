@@ -51,7 +51,7 @@ OF_MODULE = (
     "this if every step sets it before reading it"
 )
 OF_METRIC = (
-    "Call persistent(True) of the metric; ignore this if a resumed run may begin its mean anew"
+    "Call persistent(True) of the metric; ignore this if a resumed run may start its mean again"
 )
 OF_EXTRA = (
     "Let its state_dict() and load_state_dict() save it; ignore this if every step sets it before "
@@ -122,7 +122,7 @@ class Counters:
         if shown[1:]:
             text = f"{some(shown)} change with the steps and are"
         self._say(
-            f"{owner.title}: {text} not in its state_dict(): a resumed run begins with the first "
+            f"{owner.title}: {text} not in its state_dict(): a resumed run starts with the first "
             f"value again. {owner.cure}",
             logging.WARNING,
         )

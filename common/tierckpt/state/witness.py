@@ -297,7 +297,7 @@ class Ways:
     """A generator that was not found."""
     set_epoch: str = "call data.set_epoch(epoch), and set_epoch() of the data set, before each pass"
     count: str = "set its count from data.epoch before the pass"
-    start: str = "begin the next epoch, which may have other data: data.set_epoch({next})"
+    start: str = "start the next epoch, which may have other data: data.set_epoch({next})"
 
 
 OWN_GENERATOR = (
@@ -306,7 +306,7 @@ OWN_GENERATOR = (
     "torch's global one"
 )
 EPOCH = (
-    "the number of the epoch is set only where an epoch begins, which a resumed one leaves out: "
+    "the number of the epoch is set only where an epoch starts, which a resumed one leaves out: "
     "{set_epoch}"
 )
 COUNTS = "the loader or the data set counts its passes by itself: {count}"

@@ -259,15 +259,15 @@ class SlotPool:
         """What happens in memory while an agent does not finish with a slot, as text."""
         with self._lock:
             if not self.volatile and (not self._late() or self._memory_for_more()):
-                return "versions in memory go on"
+                return "versions in memory continue"
             if self.volatile or self.in_place is not None:
                 return (
                     f"no version is taken in memory until then: {self.job.root.parent} has no room "
                     "for one more slot"
                 )
             return (
-                f"versions in memory go on; {self.job.root.parent} has no room for one more slot, "
-                "so the version now being written is given up for them"
+                f"versions in memory continue; {self.job.root.parent} has no room for one more "
+                "slot, so the version now being written is given up for them"
             )
 
     def _make_ready(self, index: int, seal_bytes: int, image_bytes: int, at_once: bool) -> Slot:

@@ -260,7 +260,7 @@ class ClockAgreement:
         return (
             f"{self.missing} of {self.expected} allreduces are not between their updates; the "
             f"stamps of the others are at most {self.late_us / 1e3:.2f} ms late or "
-            f"{self.early_us / 1e3:.2f} ms early, and they begin {self.delay_us / 1e3:.2f} ms "
+            f"{self.early_us / 1e3:.2f} ms early, and they start {self.delay_us / 1e3:.2f} ms "
             "(median) after the launch was noted"
         )
 

@@ -305,7 +305,7 @@ def level_views(
     write_rates: Mapping[str, float],
 ) -> tuple[LevelView, ...]:
     """One view for each level of which something is seen, the cheapest first. `write_rates` are
-    those of events, for levels whose agent is not seen."""
+    those of events, for levels with an unseen agent."""
     results = list(agents)
     rates = {**write_rates, **_write_rates(results)}
     own = [row for row in rows if not row.elsewhere and row.is_past]

@@ -107,7 +107,7 @@ class AgentView:
     trainers: tuple[int, ...]
     """Ranks that are connected."""
     awaited: tuple[int, ...]
-    """Ranks that were killed, whose successors it waits for."""
+    """Killed ranks, with successors that it waits for."""
     waiting: dict[str, int]
     """Number of versions that wait, by level."""
     quiet_seconds: float

@@ -135,7 +135,7 @@ def test_steps_that_are_not_the_same_are_not_used(journaled: Job) -> None:
     assert (
         "could not be made again exactly: rank 1: v4: parameters or optimizer state differ" in text
     )
-    assert "The job goes on from v3, which is exact" in text
+    assert "The job continues from v3, which is exact" in text
     journaled.ended_as_undisturbed()
 
 

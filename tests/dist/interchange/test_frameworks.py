@@ -107,7 +107,7 @@ def fit(folder: Path, steps: int, callbacks: Any = (), **given: Any) -> Any:
 
 
 def lightning_goes_on_from_an_exported_file(tmp_path: Path, shm: str) -> None:
-    """As it goes on from its own file: the same steps, at the same places in the epoch."""
+    """As it continues from its own file: the same steps, at the same places in the epoch."""
     os.environ["TIERCKPT_SHM_DIR"] = shm
     from lightning.pytorch.callbacks import ModelCheckpoint
 

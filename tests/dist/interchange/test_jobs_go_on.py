@@ -1,4 +1,4 @@
-"""Real jobs go on from a checkpoint that they never made themselves."""
+"""Real jobs continue from a checkpoint that they never made themselves."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ again = Model()
 trainer(epochs=3, rollback_to=3 * BATCHES).fit(again, data)
 assert again.steps == 0
 (text,) = [each.message for each in events if "nothing is left" in each.message]
-assert f"began with v{3 * BATCHES}" in text, text
+assert f"started with v{3 * BATCHES}" in text, text
 """
 
 

@@ -165,7 +165,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
     other = job.start(ranks=others)
     assert other.ended(), other.output()
     goes_on_with_the_same_samples(killed, other, whole, steps)
-    assert "the epoch goes on with its next samples" in other.output()
+    assert "the epoch continues with its next samples" in other.output()
     assert other.of_kind("trained") == whole.of_kind("trained")
 
 
@@ -198,7 +198,7 @@ def test_the_jobs_own_version_goes_before_a_file_of_lightnings(
     again = job.start()
     assert again.ended(), again.output()
     assert again.place_in(plain) > 0
-    assert "last.ckpt' is not loaded: the job goes on from its own v" in again.output()
+    assert "last.ckpt' is not loaded: the job continues from its own v" in again.output()
 
 
 def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:

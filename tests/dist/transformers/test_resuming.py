@@ -178,7 +178,7 @@ def test_the_jobs_own_version_goes_before_a_checkpoint_of_the_trainers(
     again = job.start(train={"resume_from_checkpoint": True})
     assert again.ended(), again.output()
     assert again.place_in(plain) > 0
-    assert "resume_from_checkpoint is not used: the job goes on from its own v" in again.output()
+    assert "resume_from_checkpoint is not used: the job continues from its own v" in again.output()
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def test_a_state_that_steps_do_not_lead_to_is_not_made_up(
     (error,) = [event.message for event in events if event.severity >= logging.ERROR]
     why = f"v{STEPS}: parameters or optimizer state differ from the killed run's"
     assert restored.unrepeated == f"rank 0: {why}"
-    assert f"{restored.unrepeated}. The job goes on from v{STEPS - 1}, which is exact" in error
+    assert f"{restored.unrepeated}. The job continues from v{STEPS - 1}, which is exact" in error
     again.abandon()
 
 

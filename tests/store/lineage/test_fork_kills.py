@@ -1,4 +1,4 @@
-"""SIGKILL on the way of a fork: the next start begins from the same version, or goes on from its
+"""SIGKILL on the way of a fork: the next run starts from the same version, or continues from its
 own; the source keeps the version as long as it is needed, and not for ever."""
 
 from __future__ import annotations

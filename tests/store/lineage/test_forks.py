@@ -354,7 +354,7 @@ def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
     places.train("a")
     with places.job("b") as job:
         with pytest.raises(
-            RestoreError, match=r"nothing to begin from: .* not a directory.*number"
+            RestoreError, match=r"nothing to start from: .* not a directory.*number"
         ):
             job.checkpointer.restore(fork_from=f"{places['a']}@latest")
         assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
@@ -384,7 +384,7 @@ def test_the_command_orders_a_fork_and_takes_the_order_back(
     assert [main(order), main(order)] == [0, 0], "twice is once"
     assert places.marks("a") == ["hold"]
     assert main(["list", places["b"]]) == 0
-    assert f"the next start begins from {places['a']}@v{STEPS}" in capsys.readouterr().out
+    assert f"the next run starts from {places['a']}@v{STEPS}" in capsys.readouterr().out
     assert main(["list", places["a"]]) == 0
     assert f"held for the fork {places['b']}" in capsys.readouterr().out
     assert main(["fork", "--cancel", places["b"]]) == 0

@@ -82,7 +82,7 @@ def test_all_goes_and_a_start_begins_from_nothing(
 ) -> None:
     assert main(["rollback", "ckpts", "2"]) == 0
     delete("--all", "--yes")
-    assert "the next start begins from nothing" in capsys.readouterr().out
+    assert "the next run starts from nothing" in capsys.readouterr().out
     assert there() == set()
     assert in_shm(shm_dir) == []
     assert versions_on_disk(tmp_path / "ckpts") == []

@@ -513,7 +513,7 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
 def test_a_launcher_whose_job_was_refused_does_not_start_it_again(
     tmp_path: Path, mine: Any, living: Any
 ) -> None:
-    """It would find the path free, and go on from the end of another training."""
+    """It would find the path free, and continue from the end of another training."""
     launcher = {"starters": ("this start", "torchrun")}
     refused = mine(token="22cc", **launcher)
     refused.leave_refused(60)

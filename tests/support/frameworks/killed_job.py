@@ -47,7 +47,7 @@ def goes_on_after_an_error(job: Job, point: str, plain: Run) -> None:
 
 def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -> None:
     """Kill the job; go back to `version` by the environment, and kill it again; assert that the
-    next start, in the same environment, goes on from where the second run was."""
+    next start, in the same environment, continues from where the second run was."""
     assert not job.start(kills[0]).ended()
     environment = {"TIERCKPT_ROLLBACK_TO": str(version)}
     back = job.start(kills[1], environment)

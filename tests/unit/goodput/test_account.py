@@ -328,7 +328,7 @@ def test_a_clock_that_is_set_back_between_two_runs(tmp_path: Path) -> None:
     assert [(run.from_version, run.to_version) for run in job.runs] == [(0, 10), (10, 15)]
     assert job.seconds["relaunch"] == 0
     assert job.elapsed_seconds == pytest.approx(18 + 10), "of both runs"
-    assert any("run 2 began, by its clock, before the end" in note for note in job.notes)
+    assert any("run 2 started, by its clock, before the end" in note for note in job.notes)
 
 
 def test_a_running_job(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_member_that_never_begins_is_named_when_the_limit_is_over(tmp_path: Pa
             error = members.errors[member]
             assert isinstance(error, PeerError)
             assert f"rank {rank_of(1)} ({members.addresses[1]})" in str(error)
-            assert "did not begin v1 within 0.3 s" in str(error)
+            assert "did not start v1 within 0.3 s" in str(error)
         assert nothing_of(tmp_path, 1)
         check_next_version(members)
 
@@ -92,10 +92,10 @@ def test_a_member_that_could_not_be_reached_is_waited_for_less_the_next_time(
         port = members.addresses[1].port
         members.transports[1].close()
         members.run([members.exchange(0)])
-        assert "did not begin v1 within 0.3 s" in str(members.errors[0])
+        assert "did not start v1 within 0.3 s" in str(members.errors[0])
         members.transports[0].limits = replace(QUICK, join_seconds=1000.0, again_seconds=0.4)
         members.run([members.exchange(0, 2)])
-        assert "did not begin v2 within 0.4 s" in str(members.errors[0])
+        assert "did not start v2 within 0.4 s" in str(members.errors[0])
         members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
         for member in (0, 2):
             members.transports[member].limits = replace(QUICK, again_seconds=QUICK.join_seconds)
@@ -262,7 +262,7 @@ def test_a_member_that_waits_for_a_third_one_is_not_blamed(
         stopped.set()
         threads[1].join()
         where = f"rank {rank_of(1)} ({members.addresses[1]})"
-        assert f"{where} did not begin v1 within 2 s" in str(members.errors[2])
+        assert f"{where} did not start v1 within 2 s" in str(members.errors[2])
         assert where in str(members.errors[0])
         check_next_version(members)
 
