@@ -638,8 +638,8 @@ def _notes(runs: Sequence[Run], accounts: Sequence[RunAccount]) -> list[str]:
     for run, one in zip(runs, accounts, strict=True):
         if run.reference.follows_at_once:
             found.append(
-                f"run {one.number} started, by its clock, before the end of the run before: the time "
-                "between them is unknown, and counts as 0"
+                f"run {one.number} started, by its clock, before the end of the run before: the "
+                "time between them is unknown, and counts as 0"
             )
         if (lacking := one.world - len(run.ranks)) > 0 and run.reference.run:
             ranks = f"{lacking} of {one.world} ranks"
