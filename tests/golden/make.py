@@ -185,8 +185,8 @@ class Maker:
             variables = {**case.variables, **case.look_variables}
             found = look(paths, seen, variables, number not in case.not_loaded)
             looks.append({"paths": paths, "variables": variables, **found})
-        _let_go(seen)
-        _let_go(places)
+        _release(seen)
+        _release(places)
         restarts = [self.restart(case, each, courses) for each in case.restarts]
         states = dict[str, Any]()
         for each in restarts:
@@ -218,7 +218,7 @@ class Maker:
             )
             told = self.on_ranks(each.adapter, each.ranks, restart, *arguments, each.then)
             found.append(put_together(told))
-            _let_go(places)
+            _release(places)
         assert found[0] == found[1], f"{case.name} {each.name}: not the same twice"
         _check(f"{case.name}, {each.name}", each, told, courses)
         return {
@@ -283,7 +283,7 @@ def _last(error: Exception) -> str:
     return traceback.format_tb(error.__traceback__)[-1]
 
 
-def _let_go(places: Places) -> None:
+def _release(places: Places) -> None:
     shutil.rmtree(places.root)
     shutil.rmtree(places.shm)
 

@@ -30,7 +30,7 @@ _open: dict[int, Any] = {}
 """The test's checkpointers that nobody closes, by the optimizers' `id()`."""
 
 
-def hear(event: Any) -> None:
+def receive(event: Any) -> None:
     """Keep what a checkpointer reports for the test that runs."""
     if _told:  # no process that the test has started
         _told["sealed"] += event.name == "sealed"
@@ -41,7 +41,7 @@ def hear(event: Any) -> None:
 def settings() -> dict[str, Any]:
     """Settings of one checkpointer."""
     _told["checkpointers"] += 1
-    return {"path": tempfile.mkdtemp(prefix="tierckpt-suite-"), "on_event": hear}
+    return {"path": tempfile.mkdtemp(prefix="tierckpt-suite-"), "on_event": receive}
 
 
 @pytest.hookimpl(wrapper=True)

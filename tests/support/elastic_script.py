@@ -39,7 +39,7 @@ def interrupt() -> Any:
     return importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
 
 
-def start_anew() -> None:
+def start_again() -> None:
     """Restart Horovod as Python sees it: work in progress is dropped. Ranks stay connected."""
     horovod().init()
 
@@ -127,7 +127,7 @@ class Script:
         except failure():
             self.state.restore()
         assert self.state.checkpointer is None
-        start_anew()
+        start_again()
 
     def hosts_change(self) -> None:
         """Handle the state as Horovod's loop does when ranks come or leave, and none is lost."""
@@ -135,7 +135,7 @@ class Script:
         with pytest.raises(interrupt()):
             self.state.check_host_updates()
         assert self.state.checkpointer is None
-        start_anew()
+        start_again()
 
     def end(self) -> None:
         self.state.checkpointer.close()

@@ -188,7 +188,7 @@ def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.records[0].getMessage() == ("[rank 2] failed v2 local (newest version there: v1)")
 
 
-def test_an_event_in_words() -> None:
+def test_the_text_of_an_event() -> None:
     event = Event("committed", "local", 4, 1, 2_500_000, {"write": 0.25}, message="fine")
     assert event.text() == "[rank 1] committed v4 to local 2.5 MB (write 250.0 ms) - fine"
 
@@ -257,7 +257,7 @@ def test_another_error_of_it_is_shown_too(caplog: pytest.LogCaptureFixture) -> N
     assert kinds == [ValueError, RuntimeError, KeyError]
 
 
-def test_an_event_is_heard_by_a_receiver_a_file_or_the_log(
+def test_an_event_reaches_a_receiver_a_file_or_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where nobody hears it, a version at every step makes no event, and is only counted."""

@@ -313,7 +313,7 @@ def resumed_at(batches: int, make: Make) -> ResumableLoader[Any]:
     return other
 
 
-def test_a_loop_that_begins_at_epoch_0_again_is_refused() -> None:
+def test_a_loop_that_starts_at_epoch_0_again_is_refused() -> None:
     data = resumed_at(1, sampled)
     with pytest.raises(tierckpt.TierckptError, match="start the loop there"):
         data.set_epoch(0)
@@ -324,7 +324,7 @@ def test_a_loop_that_begins_at_epoch_0_again_is_refused() -> None:
     assert len(list(data)) == 2
 
 
-def test_another_batch_size_amid_an_epoch_is_refused_and_the_way_out_works() -> None:
+def test_another_batch_size_within_an_epoch_is_refused_and_the_way_out_works() -> None:
     def larger() -> DataLoader[torch.Tensor]:
         data = torch.arange(11.0)
         return DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, 2, 1))  # type: ignore[arg-type]

@@ -682,8 +682,8 @@ OF_LOADER = (
 PERSISTENT = (
     "has persistent_workers=True: random numbers that samples draw in its workers continue from "
     "epoch to epoch, and it draws from torch's generator only at its first pass in a process. Both "
-    "are in no checkpoint, so a resumed run draws other random numbers in later epochs. For an exact "
-    "restart set persistent_workers=False, also for the loader of an evaluation."
+    "are in no checkpoint, so a resumed run draws other random numbers in later epochs. For an "
+    "exact restart set persistent_workers=False, also for the loader of an evaluation."
 )
 SEEDS = (
     "was given itself: it stores its place in the data, and not the random numbers. In a resumed "

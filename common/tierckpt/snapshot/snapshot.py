@@ -528,7 +528,7 @@ class Snapshot:
 
     def _seal(self) -> None:
         """Seal the slot; by the thread that copied the last block."""
-        start = time.perf_counter()
+        started = time.perf_counter()
         self._check_before_seal()
         start = len(self._header)
         self.manifest = Manifest(
@@ -546,7 +546,7 @@ class Snapshot:
         _faults.point("sealed", version=self.facts.id.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
         if self.trace is not None:
-            self._record("seal", start)
+            self._record("seal", started)
         self._end(Phase.SEALED)
 
     def _check_before_seal(self) -> None:

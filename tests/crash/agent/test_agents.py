@@ -81,7 +81,7 @@ def start(job: Job, rule: str, version: int, **settings: object) -> Life:
     return life
 
 
-def go_on(life: Life) -> None:
+def resume(life: Life) -> None:
     """Run to the end, without another stop."""
     for gate in life.scenario.gates:
         life.open(gate)
@@ -94,7 +94,7 @@ def live_on_after_a_kill(job: Job, rule: str, version: int) -> None:
     (mark,) = job.scenario.marks(VICTIM).iterdir()
     job.wait_for(mark.read_text, "the agent's number")
     assert Process(int(mark.read_text())).ended(PATIENCE_SECONDS)
-    go_on(life)
+    resume(life)
 
 
 def said(job: Job, rank: int, event: str, level: str | None = None) -> list[tuple[int, str]]:
@@ -168,7 +168,7 @@ def test_an_agent_that_hangs_in_mid_flush_keeps_no_training_waiting(job: Job) ->
     assert flushed(job) == []
     (agent,) = job.agents(VICTIM)
     agent.wake()
-    go_on(life)
+    resume(life)
     for rank in range(RANKS):
         assert said(job, rank, "committed", "persistent")[0][0] == EARLIEST
         assert said(job, rank, "failed", "persistent") == []

@@ -94,8 +94,8 @@ def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> No
     assert {x["size"] for x in resumed} == {2}
     assert {tuple(x["levels"].items()) for x in resumed} == {(("memory", 2),)}
     lives = [x for x in resumed if x["rank"] == 0]
-    begun = [kill for kill in kills if kill[0] != "loading"]  # a worker killed there never starts
-    for (place, step, _), life in zip(begun, lives, strict=True):
+    started = [kill for kill in kills if kill[0] != "loading"]  # a worker killed there never starts
+    for (place, step, _), life in zip(started, lives, strict=True):
         # At most the commit in progress is lost, and none once the next step has changed anything.
         assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)
         if (place, step) == ("updated", 8):
@@ -380,7 +380,7 @@ def test_a_rollback_is_made_once_and_never_by_a_restore_of_the_script(
 ) -> None:
     """One process, killed four times; from the second start on the variable is set."""
     wish = {"TIERCKPT_ROLLBACK_TO": "3", "TIERCKPT_AGENT_LINGER_SECONDS": "0"}
-    for batches, more, begun in ((6, {}, 0), (0, wish, 3), (2, wish, 3), (1, wish, 5)):
+    for batches, more, started in ((6, {}, 0), (0, wish, 3), (2, wish, 3), (1, wish, 5)):
         done = subprocess.run(
             [
                 *(PYTHON, "-m", "tests.support.crash.elastic_rollback"),
@@ -392,7 +392,7 @@ def test_a_rollback_is_made_once_and_never_by_a_restore_of_the_script(
             text=True,
             timeout=120,
         )
-        assert f"begun {begun}, restored {begun + batches}\n" in done.stdout, done.stderr
+        assert f"begun {started}, restored {started + batches}\n" in done.stdout, done.stderr
 
 
 # --- details -------------------------------------------------------------------------------------

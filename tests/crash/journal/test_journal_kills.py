@@ -110,7 +110,7 @@ def test_a_damaged_record_ends_the_journal_there(journaled: Job) -> None:
     journaled.ended_as_undisturbed()
 
 
-def test_without_one_ranks_file_the_job_goes_on_from_the_version(journaled: Job) -> None:
+def test_without_one_ranks_file_the_job_continues_from_the_version(journaled: Job) -> None:
     journaled.live(KILLED)
     for path in files_of(journaled, 1):
         path.unlink()

@@ -94,7 +94,7 @@ def test_a_damaged_copy_ends_the_journal_there(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_without_copies_the_job_goes_on_from_the_version(job: Job) -> None:
+def test_without_copies_the_job_continues_from_the_version(job: Job) -> None:
     job.settings["local_journal_copy"] = False
     killed(job)
     assert all(n.keeper == ITSELF for rank in range(RANKS) for n in names_in(folder_of(job, rank)))

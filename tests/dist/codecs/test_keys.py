@@ -37,7 +37,7 @@ def test_another_key_on_one_rank_is_an_error_on_all(
         assert OTHER not in text
 
 
-def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(
+def test_a_key_missing_on_one_rank_is_an_error_on_all(
     own_ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

@@ -150,7 +150,7 @@ def orders(place: Place) -> list[Any]:
     return [told, [int(number) for number in text.replace(",", " ").split()]]
 
 
-def test_the_order_that_is_stored_is_the_one_of_ddps_buckets(
+def test_the_stored_order_is_the_one_of_ddps_buckets(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told, ddps in ranks(2).run(orders, Place.under(tmp_path, shm_dir)):

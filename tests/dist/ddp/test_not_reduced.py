@@ -304,9 +304,7 @@ def refused(place: Place) -> list[int]:
     return [*alike, len(assumed(again.ckpt))]
 
 
-def test_a_restore_that_is_refused_sets_nothing_apart(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_refused_restore_sets_nothing_apart(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for before, behind, restored in ranks(2).run(refused, Place.under(tmp_path, shm_dir)):
         assert before == behind > restored
 

@@ -60,7 +60,7 @@ def test_two_ranks_sum(launcher: tuple[str, ...], over: str, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
-def test_the_extra_adds_nothing_to_a_horovod_that_is_there(tmp_path: Path) -> None:
+def test_the_extra_adds_nothing_to_an_installed_horovod(tmp_path: Path) -> None:
     """`pip install ".[horovod]"` up to the start of the installation, and without any index."""
     tree, report = tmp_path / "tree", tmp_path / "report.json"
     tree.mkdir()  # pip writes where it builds

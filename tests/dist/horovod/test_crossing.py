@@ -121,7 +121,7 @@ FORKS: list[tuple[Job, Job]] = [
 
 
 @pytest.mark.parametrize(("now", "before"), FORKS, ids=lambda job: f"{job[0]}-{job[1]}")
-def test_a_fork_of_one_library_begins_where_another_was(
+def test_a_fork_of_one_library_starts_from_anothers_version(
     now: Job, before: Job, left: Left, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     disk, made = left(before)

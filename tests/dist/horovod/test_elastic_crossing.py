@@ -144,7 +144,7 @@ def test_values_come_and_go_with_the_script(ranks: Any, tmp_path: Path, shm_dir:
     assert second[5] == []
 
 
-def test_an_elastic_job_begins_where_another_one_was(
+def test_an_elastic_job_starts_from_another_ones_version(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     source, fork = tmp_path / "source", Place(str(tmp_path / "fork"), str(shm_dir))

@@ -263,7 +263,7 @@ def test_two_checkpointers_on_the_ranks_of_several_nodes(
     assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
 
 
-class Heard(tierckpt.Callbacks):
+class Receiver(tierckpt.Callbacks):
     """Counts parameters with reductions."""
 
     launched = 0
@@ -276,7 +276,7 @@ def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
     """After an iteration with both, the checkpointer with number `first` ends; after two more the
     other."""
     job = make_horovod_job()
-    heard = [Heard(), Heard()]
+    heard = [Receiver(), Receiver()]
     ckpts = [attach(job, p, callbacks=[h]).ckpt for p, h in zip(places, heard, strict=True)]
     other = ckpts[1 - first]
     job.iterate(0)

@@ -164,6 +164,8 @@ def visited(place: Place) -> tuple[list[str], bool]:
     return warnings(attached), done and journal._copies._last.version == 3
 
 
-def test_strangers_do_not_keep_the_ward_waiting(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_other_programs_do_not_keep_the_ward_waiting(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
     assert ranks(4).run(visited, place) == [([], True)] * 4

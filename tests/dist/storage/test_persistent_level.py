@@ -127,7 +127,7 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
     }
 
 
-def test_an_agent_that_is_killed_leaves_its_flush_to_the_next(
+def test_a_killed_agent_leaves_its_flush_to_the_next(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")

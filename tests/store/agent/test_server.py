@@ -232,7 +232,7 @@ def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(no
 
 
 @pytest.mark.parametrize("when", ["before it looked", "later"])
-def test_an_agent_whose_starter_died_without_a_request_waits_no_longer_than_it_lingers(
+def test_an_agent_with_a_dead_starter_and_no_request_waits_no_longer_than_it_lingers(
     when: str, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = node(0)
@@ -462,7 +462,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
     listener.close()
 
 
-def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
+def test_one_on_another_node_now_is_not_waited_for(node: Any) -> None:
     """A job went on with fewer nodes, where this one's rank has another number."""
     settings, session = node(1, linger=10 * PATIENCE_SECONDS)
     killed = trainer((settings, replace(session, ranks=(1,))))

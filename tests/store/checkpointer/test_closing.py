@@ -158,7 +158,7 @@ def fail_in_the_forward_pass(job: TinyJob) -> None:
 
 
 @pytest.mark.usefixtures("by_layer")
-def test_an_exception_costs_no_version_that_is_not_copied_yet(
+def test_an_exception_costs_no_version_not_copied_yet(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     job = TinyJob(path, **settings)
@@ -173,12 +173,12 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     job = TinyJob(path, **settings).run(STEPS - 1)
-    go_on = threading.Event()
+    resume = threading.Event()
 
     def choose(*args: Any) -> None:
         if len(args) > 2:
             raise NoSlotError  # at once
-        go_on.wait()
+        resume.wait()
 
     def choose_slot(*_: Any) -> Callable[..., Any]:
         return choose
@@ -191,7 +191,7 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
         ):
             fail_in_the_forward_pass(job)
     finally:
-        go_on.set()
+        resume.set()
     restored, _, state = back_from(path, settings)
     assert (restored, state) == (STEPS - 1, course[STEPS - 1])
 
@@ -367,7 +367,7 @@ def test_close_where_a_boundary_is_over_is_done_at_once(
     assert back_from(path, settings) == (3, {"local": 1}, course[3])
 
 
-def test_a_save_whose_boundary_brings_the_end_is_completed_first(
+def test_a_save_at_the_last_boundary_is_completed_first(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     with TinyJob(path, local_every_steps=100, **settings) as job:

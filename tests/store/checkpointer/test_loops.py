@@ -78,7 +78,7 @@ def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -
 
 
 @pytest.mark.parametrize("keyword", [False, True])
-def test_a_loop_whose_forward_is_in_the_optimizers_closure(
+def test_a_loop_with_its_forward_in_the_optimizers_closure(
     keyword: bool, path: Path, settings: Any
 ) -> None:
     """Without a forward pass between two steps, the boundary is at the beginning of the next

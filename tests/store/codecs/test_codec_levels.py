@@ -271,7 +271,7 @@ def test_another_level_that_can_be_read_is_taken_instead(
         assert second.fingerprint() == course[2]
 
 
-def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(codec.OURS, "somebodys", codec.OURS["zstd"])
     monkeypatch.setattr(Zstd, "name", "somebodys")
     with job(local_codecs="somebodys") as first:

@@ -93,7 +93,7 @@ def start(path: Path, **settings: Any) -> TinyJob:
 
 
 @pytest.mark.parametrize("save", [to_torch, to_wrapped, to_dcp, to_dcp_app])
-def test_a_job_goes_on_from_another_tools_file(
+def test_a_job_continues_from_another_tools_file(
     save: Callable[[TinyJob, Path], Path], trained: TinyJob, tmp_path: Path
 ) -> None:
     source = save(trained, tmp_path / "source")

@@ -291,7 +291,7 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         assert torch.equal(model.weight, wanted)
 
 
-def test_a_failure_that_is_known_after_the_vote_is_reported_as_void(
+def test_a_failure_known_after_the_vote_is_reported_as_void(
     path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `when_busy="wait"` ranks vote again if votes lag: the other ranks hear of the failure in

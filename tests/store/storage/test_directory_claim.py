@@ -188,7 +188,7 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
     assert mine().stake() == ""
 
 
-def test_one_that_is_just_dying_is_waited_for(
+def test_a_dying_one_is_waited_for(
     tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, naps, sleep = living(), [], time.sleep
@@ -510,7 +510,7 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
     assert marks(path) == []
 
 
-def test_a_launcher_whose_job_was_refused_does_not_start_it_again(
+def test_a_launcher_of_a_refused_job_does_not_start_it_again(
     tmp_path: Path, mine: Any, living: Any
 ) -> None:
     """It would find the path free, and continue from the end of another training."""

@@ -142,7 +142,7 @@ def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
     assert is_sound(store, key_of(8))
 
 
-def test_memory_that_is_not_aligned_is_written_nevertheless(tmp_path: Path) -> None:
+def test_unaligned_memory_is_written_nevertheless(tmp_path: Path) -> None:
     """Direct I/O refuses it; the page cache does not."""
     store = made(tmp_path)
     shifted = memoryview(bytearray(b"x" + content_of(key_of(1))))[1:]

@@ -110,7 +110,7 @@ def test_a_slot_that_was_not_committed_keeps_its_file(pool: SlotPool) -> None:
     assert inode(image_of(fill(pool, 3))) == before
 
 
-def test_a_slot_whose_version_was_retired_keeps_its_file(pool: SlotPool, store: LocalStore) -> None:
+def test_a_slot_of_a_retired_version_keeps_its_file(pool: SlotPool, store: LocalStore) -> None:
     slot = fill(pool, 1)
     before = inode(image_of(slot))
     commit(store, slot, 1)
@@ -164,7 +164,7 @@ def test_files_that_go_round_are_mapped_once(
         assert store._data(key(version)).read_bytes() == bytes([version]) * IMAGE_BYTES
 
 
-def test_memory_of_a_file_that_is_no_more_is_given_back(
+def test_memory_of_a_removed_file_is_given_back(
     pool: SlotPool, store: LocalStore, small_tmpfs: Path
 ) -> None:
     """A mapping alone would keep it, and no list of files would show it."""

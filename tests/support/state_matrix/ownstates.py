@@ -91,23 +91,23 @@ class Prepared(Counting):
         return self.first(x) / (1 + self.count % 7)
 
 
-class Begun(Wrapped):
+class Started(Wrapped):
     """Takes its scale from the first batch, unless it was loaded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun = False
+        self.started = False
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             self.scale.copy_(x.detach().std(0))
         return self.first(x) / self.scale
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        self.begun = True
+        self.started = True
 
 
 class Replacing(Overridden):
@@ -352,7 +352,7 @@ CASES.add("the model's own methods", lambda: trained(Overridden(), adam))
 CASES.add("hooks", lambda: trained(nn.Sequential(nn.Linear(6, 6), hooked())))
 CASES.add("torch's private hooks", lambda: trained(nn.Sequential(nn.Linear(6, 6), hooked(True))))
 CASES.add("a hook before, and one after loading", lambda: trained(nn.Sequential(Prepared())))
-CASES.add("loading that says it was begun", lambda: trained(nn.Sequential(Begun())))
+CASES.add("loading that says it was started", lambda: trained(nn.Sequential(Started())))
 CASES.add("loading that makes parameters", lambda: trained(nn.Sequential(Replacing()), adam))
 CASES.add("nothing before the first forward pass", lambda: trained(nn.Sequential(Late())))
 CASES.add("transposed and renamed", lambda: trained(nn.Sequential(Transposing()), adam))

@@ -190,7 +190,7 @@ def test_no_answer_in_time_passes_the_agent_over() -> None:
         (NotUnderstood("is not understood"), "is not understood", logging.ERROR),
     ],
 )
-def test_an_agent_that_is_not_for_us_is_passed_over(event: Event, text: str, severity: int) -> None:
+def test_an_agent_not_for_us_is_passed_over(event: Event, text: str, severity: int) -> None:
     at, actions = after(replace(GREETING, follows=True, exit_status=1), event)
     assert (at.state, at.index, at.follows, at.exit_status) == (State.SEARCHING, 1, False, 0)
     said = f"agent 0 of this node {text}; another one takes its place"

@@ -25,7 +25,7 @@ def test_the_minimum_of_all_votes_is_rank_zeros(metric: float, others: int) -> N
 
 
 @pytest.mark.parametrize("metric", [None, math.nan, math.inf, -math.inf])
-def test_a_value_that_is_no_number_is_no_metric(metric: float | None) -> None:
+def test_a_value_but_no_number_is_no_metric(metric: float | None) -> None:
     assert as_vote(metric) == NO_METRIC
     assert of_vote(NO_METRIC) is None
 

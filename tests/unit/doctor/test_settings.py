@@ -150,7 +150,7 @@ def test_the_service_of_the_cloud_is_asked() -> None:
         assert found.text == "aws takes this machine away (action terminate)"
 
 
-def test_a_service_that_is_not_there_is_a_warning() -> None:
+def test_a_missing_service_is_a_warning() -> None:
     (found,) = notices("http://127.0.0.1:9")
     assert found.mark is Mark.WARNING
     assert found.text.startswith("http://127.0.0.1:9 does not answer as aws does (")

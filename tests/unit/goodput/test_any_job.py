@@ -97,12 +97,12 @@ class Job:
             stream.restored(self.now, self.version, life.restore)
         self.last = self.now
 
-    def _train(self, life: Life, run: str, begun: int) -> None:
+    def _train(self, life: Life, run: str, started: int) -> None:
         stall = 0.0
         for number, (steps, took, share) in enumerate(life.steps):
             self.version += max(steps, int(number == 0))
             self.now, stall = self.now + took, stall + took * share
-            facts = {"begun": begun, "run": run} if number == 0 else {}
+            facts = {"begun": started, "run": run} if number == 0 else {}
             for stream in self.streams:
                 more = stall * (1 + stream.rank)
                 stream.progress(self.now, self.version, more, **facts)

@@ -103,10 +103,10 @@ def test_an_end_without_close_leaves_the_last_state(tmp_path: Path) -> None:
 def test_the_start_of_the_process_is_the_system_s(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=1)
     (line,) = rank.lines("started")
-    began = line["time_seconds"] - sum(line["seconds"].values())
+    started = line["time_seconds"] - sum(line["seconds"].values())
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    assert began == pytest.approx(boot + int(stat[19]) / os.sysconf("SC_CLK_TCK"), abs=0.5)
+    assert started == pytest.approx(boot + int(stat[19]) / os.sysconf("SC_CLK_TCK"), abs=0.5)
     assert (line["facts"]["world"], line["facts"]["pid"]) == (2, os.getpid())
     assert min(line["seconds"].values()) >= 0
     rank.log.close()

@@ -60,7 +60,7 @@ def test_records_of_two_runs_with_the_same_number_are_not_mixed() -> None:
     assert ids_of(v(4), [*one, *other], one) == [v(5), v(6)]
 
 
-def test_it_goes_on_through_runs_and_the_newer_one_counts() -> None:
+def test_it_continues_through_runs_and_the_newer_one_counts() -> None:
     first = keys(v(4), v(5), v(6))
     second = keys(v(5), v(6, 2), v(7, 2))
     both = [*first, *second]
@@ -106,7 +106,7 @@ def test_names_and_heads_are_read_as_they_were_written() -> None:
         FrameHead.decode(data[:63])
 
 
-def test_a_restart_begins_with_a_protected_version_that_is_not_too_old() -> None:
+def test_a_restart_starts_with_a_protected_version_not_too_old() -> None:
     assert rebuildable(v(9), v(5), 4) == v(5)
     assert rebuildable(v(9), v(5), 3) == v(9)
     assert rebuildable(v(9), None, 4) == v(9)

@@ -156,7 +156,7 @@ def test_lost_parities_are_made_again_beside_those_that_are_there(tmp_path: Path
             assert file.stat().st_ino == inodes[member], "those that were there are not touched"
 
 
-def test_a_shard_that_is_not_the_members_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_shard_of_another_member_is_an_error_at_once(tmp_path: Path) -> None:
     with Members(tmp_path, Code(3, 2, 1), [8192] * 3) as members:
         right = members.exchange(0)
         party, shard = right._party, right._shard

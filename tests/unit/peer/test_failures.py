@@ -49,7 +49,7 @@ def check_next_version(members: Members, version: int = 2) -> None:
 # --- missing peers -------------------------------------------------------------------------------
 
 
-def test_a_member_that_never_begins_is_named_when_the_limit_is_over(tmp_path: Path) -> None:
+def test_a_member_that_never_starts_is_named_when_the_limit_is_over(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
         members.run([members.exchange(0), members.exchange(2)])
         for member in (0, 2):
@@ -61,7 +61,7 @@ def test_a_member_that_never_begins_is_named_when_the_limit_is_over(tmp_path: Pa
         check_next_version(members)
 
 
-def test_a_member_whose_agent_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_member_without_its_agent_is_named(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
         members.transports[1].close()
         members.run([members.exchange(0)])
@@ -73,7 +73,7 @@ def test_a_member_whose_agent_is_gone_is_named(tmp_path: Path) -> None:
         check_next_version(members)
 
 
-def test_an_agent_that_is_back_at_its_port_is_found_though_connections_were_kept(
+def test_an_agent_back_at_its_port_is_found_though_connections_were_kept(
     tmp_path: Path,
 ) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
@@ -267,7 +267,7 @@ def test_a_member_that_waits_for_a_third_one_is_not_blamed(
         check_next_version(members)
 
 
-def test_one_that_is_at_work_itself_is_not_blamed_at_once(
+def test_one_at_work_itself_is_not_blamed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Member 1's disk takes longer than the limit, until one of the others has asked it for the
@@ -315,7 +315,7 @@ def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
         assert asks._blame._replies[1] == "it does not answer"
 
 
-def test_one_that_is_slow_is_not_blamed_alone(tmp_path: Path) -> None:
+def test_a_slow_one_is_not_blamed_alone(tmp_path: Path) -> None:
     """Member 1 answers, with a slow disk perhaps, while member 2 hangs: the error names both."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         slow, asks = members.exchange(1), members.exchange(0)
@@ -696,7 +696,7 @@ def test_values_that_other_nodes_could_not_use_are_refused_by_name(wrong: str, w
         own_host(wrong)
 
 
-def test_another_node_whose_name_is_unknown_here_is_named_in_the_error() -> None:
+def test_another_node_of_unknown_name_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError) as caught:
         own_host(towards="nd1.invalid")
     assert "'nd1.invalid' is no known host" in str(caught.value)

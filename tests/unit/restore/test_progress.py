@@ -65,7 +65,7 @@ class Gone(Terminal):
         raise BrokenPipeError(32, "the terminal is gone")
 
 
-def test_a_terminal_that_is_gone_takes_the_bar_along_and_not_the_restore(
+def test_a_closed_terminal_takes_the_bar_along_and_not_the_restore(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An error here would be raised on this rank alone, and the others would wait for it."""

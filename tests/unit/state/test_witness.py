@@ -108,7 +108,7 @@ def image(number: int = 0, rows: int = 8) -> torch.Tensor:
         (["/a/1.png", "/a/2.png"], ["/a/1.png", "/a/3.png"], "the batch differs"),
     ],
 )
-def test_differences_are_in_words(had: Any, has: Any, said: str) -> None:
+def test_differences_are_text(had: Any, has: Any, said: str) -> None:
     found = difference(seen(had), fingerprint(has))
     assert said in found
     assert bool(said) == bool(found)

@@ -233,7 +233,7 @@ def test_a_reduction_lasts_from_its_launch_until_its_future_is_done(recording: R
     assert found["name"] == "p3 +1"
 
 
-def test_the_end_of_a_last_reduction_that_is_reported_late_is_not_lost(tmp_path: Path) -> None:
+def test_the_end_of_a_last_reduction_reported_late_is_not_lost(tmp_path: Path) -> None:
     """A thread that waits for a future may wake up before the callbacks are called."""
     tells: list[threading.Thread] = []
 
@@ -336,9 +336,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
     assert "No space left" in found.said[0]
 
 
-def test_a_file_that_is_too_long_is_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_long_file_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_BYTES", 3000)
     found = Recording(tmp_path / "trace.json", steps=1000)
     version = 0

@@ -167,7 +167,7 @@ def test_a_broken_version_is_not_flushed_and_does_not_count(rank: Rank) -> None:
     assert [order.id.version for order in rank.client.flushes] == [4]
 
 
-def test_a_broken_version_that_is_tried_again_is_not_void(rank: Rank) -> None:
+def test_a_broken_version_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     rank.agreement.local.open.append(lost)
