@@ -1,8 +1,8 @@
 """Make a Horovod that works with this Python's torch: make_horovod.py [--check] [--for-tests].
 
 Run by the Python that is to have it. Wheels are kept in the user's cache, each in a folder named
-after what it is bound to, and none that is known not to work. --check installs nothing: it tells
-what is there (status 1: nothing that works). --for-tests goes on without Horovod (status 0), and
+after what it is bound to, and none known not to work. --check installs nothing: it tells
+what is there (status 1: nothing that works). --for-tests continues without Horovod (status 0), and
 says loudly what that means.
 """
 
@@ -119,7 +119,7 @@ def make(again: bool) -> None:
 
 
 def mend(again: bool) -> Horovod:
-    """Install what is missing, from the cache or built anew; returns what is there then.
+    """Install what is missing, from the cache or built again; returns what is there then.
 
     Raises NotPossible.
     """
@@ -246,7 +246,7 @@ def cached_wheel(folder: Path, target: Target) -> Path | None:
 def new_wheel(folder: Path, target: Target, again: bool) -> Path:
     """Build a wheel, try it, then put it into the cache, whole or not at all.
 
-    Raises NotPossible, where that is Untried with the wheel in the cache all the same. A build that
+    Raises NotPossible, or Untried with the wheel in the cache all the same. A build that
     failed, after minutes, is remembered by its log.
     """
     log, failed_log = folder / "build.log", folder / "failed.log"

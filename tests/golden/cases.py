@@ -58,7 +58,7 @@ class Restart:
     variables: Mapping[str, str] = field(default_factory=dict)
     then: str = ""
     equal: Sequence[str] = ()
-    """Names of own state that is equal with another number of ranks as well."""
+    """Names of own state, equal with another number of ranks as well."""
     model: str = ""
     """Another model than the case's."""
     partly: bool = False
@@ -90,7 +90,7 @@ WRITING = {**PLACES, **OFTEN}
 READING = {**PLACES, "agent": "inline", "local_every_seconds": 0}
 GOING_ON = {**READING, "local_every_steps": 1, "when_busy": "wait"}
 MEMORY = {"TIERCKPT_JOB_ID": "golden"}
-"""For commands: the job whose memory they look for."""
+"""For commands: the job with the memory that they look for."""
 SWITCHED_OFF = (("empty", "shm/"),)
 
 
@@ -653,7 +653,7 @@ SEVERAL_RANKS = [
 
 
 def protected(scheme: str, ranks: int, each: int = 1, **more: Any) -> Run:
-    """A job whose v3 and v5 are protected by other nodes, and v6 is in memory alone."""
+    """A job with v3 and v5 protected by other nodes, and v6 in memory alone."""
     first = list(range(0, ranks, each))
     return Run(
         [

@@ -2,7 +2,7 @@
 
 A name is one of `cases.py`; without any, those are written that do not exist yet. For each case
 the maker runs its jobs, packs what they left, unpacks it elsewhere, restarts from there, and writes
-what a restart has to give. Where the undisturbed course of the job says what that is, the restart
+what a restart has to give. Where the undisturbed course of the job shows it, the restart
 must have given it, or nothing is written.
 """
 
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 }
 WIDTH = 200
 OWN = ("stream", "buffer", "extra")
-"""Begins of the names of what each rank has for itself, or may have."""
+"""Starts of the names of what each rank has for itself, or may have."""
 
 
 def leave_behind(

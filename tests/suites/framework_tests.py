@@ -27,7 +27,7 @@ LIMIT_SECONDS = 180
 """Time limit of one test."""
 _told: dict[str, Any] = {}
 _open: dict[int, Any] = {}
-"""The test's checkpointers that nobody closes, by the optimizers' `id()`."""
+"""The test's unclosed checkpointers, by the optimizers' `id()`."""
 
 
 def receive(event: Any) -> None:
@@ -73,7 +73,7 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write the outcome: that of the call, or one that is not passed."""
+    """Write the outcome: that of the call, or one not passed."""
     if report.when == "call" or report.outcome != "passed":
         told = {"test": report.nodeid, "outcome": report.outcome, "why": str(report.longrepr or "")}
         with open(os.environ["SUITE_OUTCOMES"], "a") as file:

@@ -166,7 +166,7 @@ def lose(*paths: str) -> None:
 
 
 def in_memory(tmp_path: Path, shm_dir: Path) -> Place:
-    """A place whose memory can be lost."""
+    """A place with memory that can be lost."""
     (shm_dir / "memory").mkdir()
     return Place.under(tmp_path, shm_dir / "memory")
 

@@ -40,7 +40,7 @@ from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_SECONDS = 60
-"""The time after which a collective whose peer is gone raises, instead of hanging."""
+"""The time after which a collective with a lost peer raises, instead of hanging."""
 
 GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
 """Ways in which ranks form a job: a torch.distributed process group, no group, a launcher."""

@@ -218,7 +218,7 @@ log.emit("restored", version=9, message="restored v9", severity=logging.INFO)
 
 def test_a_script_without_logging_shows_restores_and_failures() -> None:
     """By Python's own rule a restart would show nothing, and a line would not name its source.
-    A logger that is set to be silent stays silent."""
+    A logger set to be silent stays silent."""
     done = subprocess.run(
         [sys.executable, "-c", UNCONFIGURED],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -260,7 +260,7 @@ def test_another_error_of_it_is_shown_too(caplog: pytest.LogCaptureFixture) -> N
 def test_an_event_reaches_a_receiver_a_file_or_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where nobody hears it, a version at every step makes no event, and is only counted."""
+    """Without a receiver, a version at every step makes no event, and is only counted."""
     caplog.set_level(logging.WARNING, "tierckpt")  # clears the loggers' caches, now and at the end
     log = EventLog(0)
     assert not log.is_wanted(logging.DEBUG)

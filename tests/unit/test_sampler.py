@@ -110,7 +110,7 @@ def test_the_batches_are_those_of_torchs_distributed_sampler(
             assert trained(sampler) == list(BatchSampler(plain, 3, drop_last))
 
 
-# --- going on ------------------------------------------------------------------------------------
+# --- continuing ----------------------------------------------------------------------------------
 
 
 @given(

@@ -63,7 +63,7 @@ def flushed(job: Job) -> list[int]:
 
 
 def start(job: Job, rule: str, version: int, **settings: object) -> Life:
-    """A run that is stopped, or has one gate left, when the rule has fired for `version`: it still
+    """A run stopped, or with one gate left, when the rule has fired for `version`: it still
     has training to do then, however slow the agents are."""
     steps = range(version + 1, STEPS)
     gates = {f"before {step}": step for step in steps}

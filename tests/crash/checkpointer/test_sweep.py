@@ -59,7 +59,7 @@ IN_TURN = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_PO
 def test_a_trainer_is_killed(where: str, job: Job) -> None:
     point, _, number = where.rpartition("-")
     rank = int(number)
-    if rank == 1:  # in turn, the smallest allowed number and the usual one
+    if rank == 1:  # by turns, the smallest allowed number and the usual one
         job.settings.update(slots=2, local_every_steps=0)
     rule = TRAINER_POINTS[point]
     killed = job.live({rank: rule})

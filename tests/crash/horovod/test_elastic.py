@@ -181,8 +181,8 @@ def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
 
 @on_demand("20 s; kills, and hosts that come, have tests of their own here")
 def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
-    """If Horovod is set to do so: the other worker goes on alone, then with a new one on that host;
-    twice."""
+    """If Horovod is set to do so: the other worker continues alone, then with a new one on that
+    host; twice."""
     job = make_job()
     rules = [rule("backward", 3, 1), rule("backward", 9, 1)]
     again = ["--blacklist-cooldown-range", "1", "3"]
@@ -305,9 +305,9 @@ def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
 
 @on_demand("35 s; tests/dist/coordination/test_former_nodes.py has such nodes without a launcher")
 def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
-    """Of three machines one is lost, and then a worker on another dies: the last one goes on alone,
-    from its own memory and from the agents of those it lost. The first comes back, with its agent
-    and its shards; its worker dies, and its agent is asked."""
+    """Of three machines one is lost, and then a worker on another dies: the last one continues
+    alone, from its own memory and from the agents of those it lost. The first comes back, with its
+    agent and its shards; its worker dies, and its agent is asked."""
     peers = {"peer_redundancy": "partner", "peer_interface": "lo", "agent_linger_seconds": "100"}
     job = make_job(local_every_steps="100", **peers)
     rules = [rule("backward", 5, 1), rule("backward", 11, 1)]
@@ -443,6 +443,6 @@ def steps_of(version: int) -> int:
 
 
 def shared_by_ranks(line: Line) -> dict[str, str]:
-    """The state that is equal on all ranks; not the generators, nor the modules' own state."""
+    """The state equal on all ranks; not the generators, nor the modules' own state."""
     own = ("python", "numpy", "torch", "buffer", "metered")
     return {k: v for k, v in line["digests"].items() if not k.startswith(own)}

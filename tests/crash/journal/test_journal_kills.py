@@ -45,7 +45,7 @@ def heads_of(path: Path) -> list[tuple[int, FrameHead]]:
 
 
 def killed_after(job: Job, version: int, rule: dict[int, str], gate: str, step: int) -> Life:
-    """Play a run that is killed by `rule`, once the version is on the disks of both ranks: the
+    """Play a run killed by `rule`, once the version is on the disks of both ranks: the
     ranks wait for that before `step`."""
     life = job.start(rule, gates={gate: step}).waiting(gate)
     job.wait_for(

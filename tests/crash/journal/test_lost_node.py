@@ -34,7 +34,7 @@ def job(job: Job) -> Job:
 
 
 def killed(job: Job) -> Life:
-    """A run that is killed in step 12, when v1 is protected: the nodes hear at the boundaries
+    """A run killed in step 12, when v1 is protected: the nodes learn at the boundaries
     between two gates that it is on both disks."""
     rule = {1: f"kill@script:step={LAST},phase=backward"}
     life = job.start(rule, gates={STORED: 2, PROTECTED: 7}).waiting(STORED)

@@ -1,4 +1,4 @@
-"""A job that uses Accelerate begins with a part of another job's version."""
+"""A job that uses Accelerate starts with a part of another job's version."""
 
 from __future__ import annotations
 

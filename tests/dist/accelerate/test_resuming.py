@@ -1,5 +1,5 @@
-"""A killed job that uses Accelerate goes on with exactly the steps of an undisturbed one: batches,
-gradients, weights, learning rates, and random states."""
+"""A killed job that uses Accelerate continues with exactly the steps of an undisturbed one:
+batches, gradients, weights, learning rates, and random states."""
 
 from __future__ import annotations
 

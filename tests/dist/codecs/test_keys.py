@@ -54,7 +54,7 @@ def train_and_close(place: Place) -> None:
 
 
 def cannot_come_back(place: Place) -> str:
-    """This run's settings name no codec, so no key was requested at its beginning."""
+    """This run's settings name no codec, so no key was requested at its start."""
     attached = attach(make_job(), place)
     with pytest.raises(tierckpt.RestoreError) as caught:
         attached.ckpt.restore()

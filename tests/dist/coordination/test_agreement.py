@@ -467,7 +467,7 @@ def test_a_rank_that_has_just_died_keeps_its_slots(
     assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]
 
 
-# --- state that is no version --------------------------------------------------------------------
+# --- state without a version ---------------------------------------------------------------------
 
 
 def close_one_step_apart(place: Place) -> tuple[dict[int, str], list[str]]:

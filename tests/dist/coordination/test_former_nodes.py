@@ -1,4 +1,4 @@
-"""Former nodes, whose agents still run: a restart asks them for their shards."""
+"""Former nodes with running agents: a restart asks them for their shards."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_killed_rank_ends_the_turns_of_all_alike(victim: int) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 9])
 def test_after_a_vote_of_a_killed_rank_all_that_comes_is_right(victim: int) -> None:
-    """Whether the last result still arrives is a matter of time; nobody has another one."""
+    """Whether the last result still arrives is a matter of time; no rank has another one."""
     ended = run_star(len(HOSTS), voting, victim, True)
     for rank, each in enumerate(ended):
         if rank != victim:

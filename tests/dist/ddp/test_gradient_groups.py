@@ -133,7 +133,7 @@ def test_ddp_gets_a_hook_where_it_is_needed(
 
 
 def orders(place: Place) -> list[Any]:
-    """The order that is stored, and the one that DDP's log has, after each of three passes."""
+    """The stored order, and the one in DDP's log, after each of three passes."""
     job = make_job(**many_buckets)
     ckpt = attach(job, place).ckpt
     told = []

@@ -288,7 +288,7 @@ def assumed(ckpt: Any) -> list[Any]:
 
 
 def refused(place: Place) -> list[int]:
-    """The number of parameters that count as equal: before a restore that is refused, after it, and
+    """The number of parameters that count as equal: before a refused restore, after it, and
     after a successful one."""
     first = make_thawing()
     attached = attach(first, place)

@@ -82,7 +82,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shm_root: Path) -> Pat
 
 
 def continued(folder: Path, undisturbed: Path, level: str) -> None:
-    """Check that the job began again from this level, without a trace in the curves."""
+    """Check that the job started again from this level, without a trace in the curves."""
     for rank in range(RANKS):
         starts = [x for x in lines(folder, rank) if "start" in x]
         assert starts[0]["start"] == 0

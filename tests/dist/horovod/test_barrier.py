@@ -401,7 +401,7 @@ def test_training_continues_from_a_restore_after_an_iteration_cut_short(
 def gone_on_with_another_checkpointer(
     place: Place, cut: Callable[[HorovodJob, int], None], anew: bool
 ) -> tuple[int, str]:
-    """As after a `with` block whose exception is caught; the script keeps model and optimizer, and
+    """As after a `with` block with a caught exception; the script keeps model and optimizer, and
     with `anew` it restarts Horovod."""
     job = make_horovod_job()
     first = attach(job, place).ckpt

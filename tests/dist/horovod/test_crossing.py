@@ -45,7 +45,7 @@ def whole(job: Any, extra: dict[str, Any]) -> str:
 
 
 def leave_behind(place: Place) -> tuple[str, str]:
-    """Train and save to disk; returns the state that is equal on all ranks, and this rank's own."""
+    """Train and save to disk; returns the state equal on all ranks, and this rank's own."""
     job, extra = new_job(1)
     ckpt = attach(job, place, extra=extra, local_every_steps=1000).ckpt
     for iteration in range(VERSION):

@@ -1,4 +1,4 @@
-"""A checkpoint of an elastic job restores in a job that is not elastic, and the other way round;
+"""A checkpoint of an elastic job restores in a job not elastic, and the other way round;
 plain values that only one side has are reported."""
 
 from __future__ import annotations

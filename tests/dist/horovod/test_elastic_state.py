@@ -84,7 +84,7 @@ def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
 
 
 def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """A script calls it at any point of an iteration; and the job goes on as if nothing had
+    """A script calls it at any point of an iteration; and the job continues as if nothing had
     happened."""
     pool = ranks(2, HOROVODRUN)
     undisturbed = pool.run(course, Place.under(tmp_path / "undisturbed", shm_dir), False)

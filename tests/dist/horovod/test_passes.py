@@ -201,9 +201,8 @@ def test_a_final_version_between_passes_reports_its_missing_gradients(
 
 @dataclass
 class Adversaries(HorovodJob):
-    """A generator that is trained through a discriminator with three passes per step: two of its
-    own, and one of the generator's, whose gradients the loop drops, and keeps from some iteration
-    on."""
+    """A generator trained through a discriminator with three passes per step: two of its own, and
+    one of the generator's; the loop drops its gradients, and keeps them from some iteration on."""
 
     keeps_at: int = -1
     """The iteration that starts without dropping gradients."""

@@ -96,7 +96,7 @@ def side_by_side(folder: str, shm: str) -> dict[str, Any]:
             job, attached = new(1)
             course = train(job, attached.ckpt, range(3))
             attached.ckpt.wait()
-            hvd.barrier()  # both are at work, and only after that one of them goes on
+            hvd.barrier()  # both are at work, and only after that one of them continues
             attached.ckpt.abandon()
             job, attached = new(2)
             restored = attached.ckpt.restore()

@@ -50,7 +50,7 @@ def train(job: Any, schedule: Any, boundary: Any = lambda: None) -> list[tuple[s
 
 
 def train_without(target: str, form: str) -> list[tuple[str, str]]:
-    """A job that saves a file in its own way, and goes on."""
+    """A job that saves a file in its own way, and continues."""
     job, schedule = new_job(1)
     for iteration in range(BEFORE):
         job.iterate(iteration)

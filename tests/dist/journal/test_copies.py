@@ -142,7 +142,7 @@ def test_a_silent_rank_ends_its_copy_and_nothing_else(
 
 
 def visited(place: Place) -> tuple[list[str], bool]:
-    """Strangers are at the ports before the wards: they say nothing, begin a message, or send
+    """Other programs are at the ports before the wards: they say nothing, start a message, or send
     anything. Returns warnings, and whether all records were copied in time."""
     job, attached = of_two_nodes(place)
     journal: Any = journal_of(attached.ckpt)

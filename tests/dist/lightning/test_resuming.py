@@ -1,5 +1,5 @@
-"""A Lightning job that is killed goes on with exactly the steps of an undisturbed one: batches,
-gradients, weights, learning rates, random states, and all that is logged."""
+"""A killed Lightning job continues with exactly the steps of an undisturbed one: batches,
+gradients, weights, learning rates, random states, and everything logged."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _has(job: TinyJob, level: str, version: int) -> bool:
 
 def _complaints(job: TinyJob) -> list[str]:
     """Return the errors. With many ranks a core, an agent may get no processor for seconds, and
-    another one takes its place: that is no error here."""
+    another one takes its place: no error here."""
     errors = [e.text() for e in job.events if e.severity > 30]
     return [text for text in errors if "does not answer; another one" not in text]
 

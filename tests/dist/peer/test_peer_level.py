@@ -339,7 +339,7 @@ def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
 
 
 def continue_without_peers(place: Place, steps: range) -> list[int]:
-    """Restore, make a version durable that is not protected, and crash; returns the versions with
+    """Restore, make an unprotected version durable, and crash; returns the versions with
     parity on this node."""
     job = make_job()
     attached = attach(job, place, **settings("xor"))

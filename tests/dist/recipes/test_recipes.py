@@ -1,4 +1,4 @@
-"""Scripts that nobody here wrote go on exactly after a kill, with the lines of docs/scripts.md.
+"""Scripts of other projects resume exactly after a kill, with the lines of docs/scripts.md.
 
 Their sources are not part of the project: TIERCKPT_RECIPES names a folder with clones, see
 CONTRIBUTING.md.

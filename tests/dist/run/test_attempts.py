@@ -1,4 +1,4 @@
-"""Attempts of a job whose ranks fail, under each launcher."""
+"""Attempts of a job with failing ranks, under each launcher."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_job_told_to_end_is_not_started_again(job: Callable[..., Done]) -> Non
 def test_a_job_without_time_left_is_not_started_again(
     job: Callable[..., Done], tmp_path: Path
 ) -> None:
-    """Nobody sends a signal, and all ranks end with status 75."""
+    """No process sends a signal, and all ranks end with status 75."""
     (tmp_path / "ckpts").mkdir()
     halt = [sys.executable, "-m", "tierckpt", "halt", str(tmp_path / "ckpts"), "--after-version"]
     subprocess.run([*halt, "3", "--force"], check=True, capture_output=True)

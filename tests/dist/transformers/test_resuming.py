@@ -1,5 +1,5 @@
-"""A job of Hugging Face's Trainer that is killed goes on with exactly the steps of an undisturbed
-one: batches, gradients, weights, learning rates, random states, and all that is logged."""
+"""A killed job of Hugging Face's Trainer continues with exactly the steps of an undisturbed one:
+batches, gradients, weights, learning rates, random states, and everything logged."""
 
 from __future__ import annotations
 

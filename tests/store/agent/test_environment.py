@@ -252,7 +252,7 @@ def meet(client: AgentClient, known_nodes: KnownNodes) -> ListenSettings:
 
 @pytest.fixture(params=["find", "start"])
 def come(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`come(client, first)`: as at attach, or at the beginning of a run."""
+    """`come(client, first)`: as at attach, or at the start of a run."""
 
     def do(client: AgentClient, first: bool = True) -> None:
         getattr(client, request.param)(first)

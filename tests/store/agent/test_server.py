@@ -463,7 +463,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
 
 
 def test_one_on_another_node_now_is_not_waited_for(node: Any) -> None:
-    """A job went on with fewer nodes, where this one's rank has another number."""
+    """A job continued with fewer nodes, where this one's rank has another number."""
     settings, session = node(1, linger=10 * PATIENCE_SECONDS)
     killed = trainer((settings, replace(session, ranks=(1,))))
     pid = int(killed.stdout.readline())

@@ -266,7 +266,7 @@ def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
 # --- strays --------------------------------------------------------------------------------------
 
 LINEAGE = ((1, 0), (2, 2))
-"""The second run went on from v2."""
+"""The second run continued from v2."""
 
 
 def shards(directory: Path, generation: int, version: int, numbers: list[int], of: int) -> None:

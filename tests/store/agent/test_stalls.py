@@ -1,4 +1,4 @@
-"""A disk that hangs, or an agent that is stopped, costs no version in memory, and is named."""
+"""A hanging disk, or a stopped agent, costs no version in memory, and is named."""
 
 from __future__ import annotations
 

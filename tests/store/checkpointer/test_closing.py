@@ -46,7 +46,7 @@ def said(job: TinyJob, text: str) -> bool:
 def test_a_look_at_an_older_version_costs_no_newer_one(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """Nor one that is only in memory."""
+    """Nor one in memory alone."""
     settings |= {"local_keep_last": 3}
     job = TinyJob(path, local_every_steps=2, **settings).run(STEPS + 1)
     job.checkpointer.wait()
@@ -236,7 +236,7 @@ def test_but_not_without_the_other_ranks(
 def test_a_closed_checkpointer_refuses_at_once(
     end: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    """And a loop that goes on is not disturbed."""
+    """And a continuing loop is not disturbed."""
     job = TinyJob(path, **settings).run(STEPS - 1)
     job.train_one()  # and the boundary of this step comes after the end
     job.iteration += 1

@@ -1,4 +1,4 @@
-"""A job that is killed again and again before an interval is over still stores versions on its
+"""A job killed again and again before an interval is over still stores versions on its
 levels."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def on_disk(job: TinyJob) -> set[int]:
 
 
 def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
-    """A run that is killed: the version at its start, and the versions that it brought to disk."""
+    """A killed run: the version at its start, and the versions that it brought to disk."""
     job = start(**settings)
     with job:
         started = int(job.restore())

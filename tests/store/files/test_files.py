@@ -1,4 +1,4 @@
-"""Files of one process: what is written comes back, or is refused in words."""
+"""Files of one process: what is written comes back, or is refused with a text."""
 
 from __future__ import annotations
 

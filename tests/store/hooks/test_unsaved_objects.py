@@ -139,7 +139,7 @@ def test_one_for_another_model_is_none_of_ours(settings: dict[str, Any]) -> None
 
 
 class Trainer:
-    """A user's class that is given."""
+    """A given user's class."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.epoch = scheduler, 0
@@ -499,7 +499,7 @@ def test_a_checkpointer_by_hand_in_a_framework(package: str, settings: dict[str,
         in text
     )
     settings["path"] = settings["path"].with_name("d")
-    with attached(model, opt, **settings) as (ckpt, said):  # a loop that is not theirs
+    with attached(model, opt, **settings) as (ckpt, said):  # a loop, not theirs
         framework._optimizers = []
         train(model, opt.step, ckpt)
     assert [each.split()[0] for each in said] == ["StepLR"]

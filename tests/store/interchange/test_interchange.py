@@ -255,7 +255,7 @@ def run(path: str) -> None:
 
 
 class Malicious:
-    """An object whose pickle makes a file or a folder."""
+    """An object with a pickle that makes a file or a folder."""
 
     def __init__(self, path: Path, act: Callable[[str], None]) -> None:
         self.path, self.act = path, act

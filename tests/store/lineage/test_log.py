@@ -181,7 +181,7 @@ def test_a_run_that_took_its_last_version_once_more_is_one_run(
 def test_many_restarts_are_a_list_and_their_facts_are_shown_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not a line that is indented 600 times, which neither people nor JSON could read."""
+    """Not a line indented 600 times, which neither people nor JSON could read."""
     monkeypatch.setattr("os.fsync", lambda fd: None)
     records = RunRecords(tmp_path)
     for n in range(1, 601):

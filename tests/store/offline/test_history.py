@@ -280,7 +280,7 @@ def test_tensors_come_in_the_callers_hands_one_version_at_a_time(tmp_path: Path)
 def test_a_block_that_two_tensors_share_may_be_dropped_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last block of the large tensor is kept when its fetch begins, and not at its end."""
+    """The last block of the large tensor is kept when its fetch starts, and not at its end."""
     monkeypatch.setattr(stored_version, "KEPT_BLOCKS", 2)
     course = made(tmp_path, **far(tmp_path, persistent_codecs="zstd"))
     (saved,) = tierckpt.history(tmp_path / "shared", first=STEPS)

@@ -183,7 +183,7 @@ class Layers(Tied):
 
 
 class Speaking(Tied):
-    """The state also has an entry that is not a tensor."""
+    """The state also has an entry, not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"words": 9}

@@ -50,7 +50,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def prints(tmp_path: Path, settings: dict[str, Any]) -> dict[int, str]:
-    """Versions 2 and 3 on disk and in memory, left by a job whose process died."""
+    """Versions 2 and 3 on disk and in memory, left by a job of a dead process."""
     found: dict[int, str] = {}
 
     def note(job: TinyJob) -> None:

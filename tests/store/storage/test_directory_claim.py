@@ -169,7 +169,7 @@ def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
 def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
     tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow file system: a claim whose job died meanwhile blocks nobody."""
+    """A slow file system: a claim of a dead job blocks no other."""
     other = living()
     look, monotonic, sleep = DirectoryClaim._others, time.monotonic, time.sleep
     late = [0.0]
@@ -204,7 +204,7 @@ def test_a_dying_one_is_waited_for(
     assert len(naps) == 1
 
 
-# --- whose past it is ----------------------------------------------------------------------------
+# --- the owner of a past -------------------------------------------------------------------------
 
 SLURM = "cluster/1000/7"
 

@@ -91,7 +91,7 @@ def wait_for_the_stop(process: subprocess.Popen[str], marks: Path) -> None:
 def test_a_version_that_a_living_writer_is_writing_is_not_started_by_another(
     spare: bool, phase: str, tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent whose disk hangs is passed over, and its successor is given the same slot. Each
+    """An agent with a hanging disk is passed over, and its successor is given the same slot. Each
     would rename or remove the other's files, and a manifest would stand for other bytes."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:

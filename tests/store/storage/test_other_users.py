@@ -31,7 +31,7 @@ KILLED = 3
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory of the group, whose new files are the group's, too."""
+    """A directory of the group; its new files are the group's, too."""
     with tempfile.TemporaryDirectory() as made:
         os.chmod(made, 0o755)
         folder = Path(made, "shared")

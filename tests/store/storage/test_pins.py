@@ -87,7 +87,7 @@ def test_a_pinned_version_stays_on_both_levels_until_it_is_unpinned(
 
 
 def test_pin_waits_for_versions_in_progress(job: Any) -> None:
-    """A sealed version that is not on the persistent level yet is not lost from there."""
+    """A sealed version not on the persistent level yet is not lost from there."""
     with job(persistent_bytes_per_second=2_000_000) as first:
         first.run(2)
         first.checkpointer.save(now=True)

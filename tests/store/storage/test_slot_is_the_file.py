@@ -239,7 +239,7 @@ def test_a_commit_that_fails_leaves_the_slot_as_it_was(
     assert image_of(slot).read_bytes() == b"\1" * IMAGE_BYTES
 
 
-# --- memory that nobody has any more -------------------------------------------------------------
+# --- memory without an owner ---------------------------------------------------------------------
 
 
 def test_a_successor_takes_over_slots_and_their_files(

@@ -1,4 +1,4 @@
-"""The pool never chooses a slot whose version is still needed."""
+"""The pool never chooses a slot of a version still needed."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_room_is_promised_only_when_there_is_some(turns: list[tuple[str, bool]])
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot that is read is read for long."""
+    """Each slot read is read for long."""
     monkeypatch.setattr(slot_pool, "LATE_SECONDS", -1.0)
 
 

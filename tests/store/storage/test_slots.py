@@ -165,7 +165,7 @@ def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
     unlock(slot.fd)
 
 
-# --- whose they are ------------------------------------------------------------------------------
+# --- their owners --------------------------------------------------------------------------------
 
 HOLD_RANK = (
     "import sys; from tierckpt.storage.job_directory import JobDirectory\n"
@@ -303,7 +303,7 @@ def other(shm_dir: Path) -> JobDirectory:
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`wait(seconds)` advances the clock that nobody can set."""
+    """`wait(seconds)` advances the clock that cannot be set."""
     passed = [0.0]
     monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e6 + passed[0])
 
@@ -418,7 +418,7 @@ def test_a_job_that_comes_back_while_the_dead_are_removed_keeps_its_place(
 
 
 def waits_for_a_lock(pid: int) -> bool:
-    """In this system waiting lines begin with an arrow."""
+    """In this system waiting lines start with an arrow."""
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return any(line[1] == "->" and line[5] == str(pid) for line in lines)
 
@@ -448,7 +448,7 @@ def test_a_job_never_removes_itself(job: JobDirectory) -> None:
 
 
 def test_a_second_trainer_in_the_same_process_is_refused_too(job: JobDirectory) -> None:
-    """A notebook whose cell is run again."""
+    """A notebook with a cell run again."""
     first = job.lock_rank(0)
     try:
         with pytest.raises(JobBusyError):

@@ -1,5 +1,5 @@
 """Elastic state in one process that makes some commits and dies: elastic_rollback.py FOLDER SHM N.
-Prints the batch that it begins with, and the one after `state.restore()`."""
+Prints the batch that it starts with, and the one after `state.restore()`."""
 
 from __future__ import annotations
 

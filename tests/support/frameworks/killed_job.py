@@ -9,7 +9,7 @@ from tests.support.frameworks.jobs import Job, Run
 
 
 def resumes_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "") -> None:
-    """Run a job that is killed at all these points, then to its end; assert that every run writes
+    """Run a job, kill it at all these points, then run it to its end; assert that every run writes
     what `plain` has there. `start`: name of a point before the first version."""
     for number, kill in enumerate([*kills, ""]):
         run = job.start(kill)
@@ -23,7 +23,7 @@ def resumes_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "")
 
 def ends_by_a_signal_and_resumes(job: Job, signal: str, steps: tuple[int, int], plain: Run) -> None:
     """Send the signal; assert that the job ends after one of `steps` (both included), and that its
-    next run goes on exactly after that step."""
+    next run resumes exactly after that step."""
     first = job.start(signal=signal)
     assert first.ended(), first.output()
     assert job.fired(signal)
@@ -37,7 +37,7 @@ def ends_by_a_signal_and_resumes(job: Job, signal: str, steps: tuple[int, int], 
 
 
 def resumes_after_an_error(job: Job, point: str, plain: Run) -> None:
-    """Raise an error of the script's on rank 1; assert that the next run goes on exactly."""
+    """Raise an error of the script's on rank 1; assert that the next run resumes exactly."""
     failed = job.start(point, error=True)
     assert failed.error(1) == "the script's own error", failed.output()
     again = job.start()
@@ -63,7 +63,7 @@ def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -
 
 
 def a_fork_continues_exactly(source: Job, fork: Job, kills: tuple[str, str], plain: Run) -> None:
-    """Kill `source`; begin `fork` where that was, by the environment, kill it before it has a
+    """Kill `source`; start `fork` where that was, by the environment, kill it before it has a
     version of its own on disk, and run it to its end. Assert that both write what `plain` has."""
     assert not source.start(kills[0]).ended()
     path = (source.scenario.settings or {})["path"]

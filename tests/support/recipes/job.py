@@ -27,7 +27,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script that nobody here wrote, and all that a run of it needs."""
+    """A script of another project, and all that a run of it needs."""
 
     repository: str
     """The folder with its clone, and the name of its diff in docs/scripts.md."""

@@ -146,7 +146,7 @@ def all_metrics() -> Iterator[tuple[str, Callable[[], Any], Update]]:
 def _goes(kind: type, options: dict[str, Any], update: Update) -> bool:
     try:
         update(kind(**options), torch.randn(4, 6))
-    except Exception:  # other arguments, or a package that is not installed
+    except Exception:  # other arguments, or a missing package
         return False
     return True
 

@@ -19,7 +19,7 @@ CASES = Cases()
 
 
 class Counting(Wrapped):
-    """Counts its steps in an attribute: the cases differ in how that is saved."""
+    """Counts its steps in an attribute: the cases differ in how they save it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Started(Wrapped):
 
 
 class Replacing(Overridden):
-    """Makes a new parameter when it is loaded: an optimizer would go on with the old one."""
+    """Makes a new parameter when it is loaded: an optimizer would keep the old one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Lists(nn.Module):
 
 
 def compiled_within() -> nn.Module:
-    """A compiled module of the kind, inside one whose hook sees all names."""
+    """A compiled module of the kind, inside one with a hook that sees all names."""
     model = prefixing()
     model[0] = torch.compile(model[0], backend="eager")
     return model
@@ -299,7 +299,7 @@ class Overridden5(Overridden):
 
 
 def checkpointed() -> nn.Module:
-    """torch's own wrappers, whose hooks remove their name."""
+    """torch's own wrappers, with hooks that remove their name."""
     return nn.Sequential(
         *(checkpoint_wrapper(layer) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), hooked()))
     )
@@ -315,7 +315,7 @@ def spectral_normed_as_before() -> nn.Module:
 
 
 class Quantized(Wrapped):
-    """Frozen layers of integers, whose weights are no parameters."""
+    """Frozen layers of integers, with weights but no parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the stall benchmark takes for memory: read from outside, while processes go on."""
+"""What the stall benchmark takes for memory: read from outside, while processes run."""
 
 from __future__ import annotations
 

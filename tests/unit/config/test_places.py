@@ -87,7 +87,8 @@ def test_no_place_for_slots_is_refused(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("setting", ["path", "shm_dir", "persistent_path"])
 def test_a_file_url_is_the_directory_that_it_names(setting: str) -> None:
-    """A folder called `file:` would be made in the working directory, and nobody look there."""
+    """A folder called `file:` would be made in the working directory, where it is not looked
+    for."""
     given = load_config({setting: "file:///shared/run 7"}, {})
     assert given == load_config({setting: "/shared/run 7"}, {})
 

@@ -223,7 +223,7 @@ def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(
         box = ballots_for(group, node, WIDTH)
         assert isinstance(plain, GroupBallots)
         assert isinstance(box, GroupBallots)
-        for _ in range(group.rank):  # as a rank whose iteration was cut short
+        for _ in range(group.rank):  # as a rank with an interrupted iteration
             box.all_reduce_min([0] * WIDTH)
         box.even_out()
         cast = box.all_reduce_min([group.rank] * WIDTH, [group.rank] * OWN_WIDTH)

@@ -141,7 +141,7 @@ def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
 
 
 def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(agreement: Agreement) -> None:
-    """A disk that is full for a night, on 64 ranks. The end of it is shown, too."""
+    """A disk full for a night, on 64 ranks. The end of it is shown, too."""
     log = Log()
     reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     for version in range(1, 101):

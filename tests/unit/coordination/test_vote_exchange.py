@@ -167,7 +167,7 @@ def test_nothing_is_known_before_the_last_rank_has_voted() -> None:
 
 @pytest.mark.parametrize("damaged", range(0, 8 * (1 + WIDTH) + 4, 3))
 def test_half_a_vote_is_none(damaged: int) -> None:
-    """Another processor may see any bytes of a row that is being written."""
+    """Another processor may see any bytes of a row during its write."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> tuple[Any, Any]:
         box.all_reduce_min([7 + group.rank] * WIDTH)
@@ -365,7 +365,7 @@ def test_a_rank_that_released_is_not_waited_for_and_its_votes_count() -> None:
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 3])
 def test_ranks_of_several_nodes_even_out_by_votes_alone(behind: int) -> None:
-    """Several votes had integers given along, of which a rank that is late does not know. A group's
+    """Several votes had integers given along, of which a late rank does not know. A group's
     other collectives match by order."""
     own = [1] * OWN_WIDTH
 

@@ -23,7 +23,7 @@ from tierckpt.format.ids import Lineage, VersionId, VersionName, newest_first, o
 
 
 def stands_for_a_multiple(id_: VersionId, line: list[VersionId], every: int) -> bool:
-    """Whether a version is a multiple, or the first one after a multiple that is missing."""
+    """Whether a version is a multiple, or the first one after a missing multiple."""
     if not every or not id_.version % every:
         return bool(every)
     multiple = id_.version - id_.version % every

@@ -1,4 +1,4 @@
-"""Stall timeout: the wait for a store that is slow, and for one that hangs."""
+"""Stall timeout: the wait for a slow store, and for a hanging one."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ with TinyJob("ckpts", shm_dir=sys.argv[1]) as job:
 
 
 def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path) -> None:
-    """A job that was started before an upgrade, and goes on with the old code."""
+    """A job started before an upgrade, and still with the old code."""
     old = tmp_path / "old"
     shutil.copytree(Path(tierckpt.__file__).parent, old / "tierckpt")
     (old / "tierckpt/_version.py").write_text('__version__ = "0.0.9"\n')

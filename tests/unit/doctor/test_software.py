@@ -1,4 +1,4 @@
-"""Software that is missing, broken, too old or of two kinds, with its cures."""
+"""Software: missing, broken, too old or of two kinds, with its cures."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_header_comes_back_as_it_was(
 
 
 NEWER = [getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name)]
-"""Not in the oldest torch that is supported."""
+"""Not in the oldest supported torch."""
 DTYPES = [
     torch.float32,
     torch.float64,

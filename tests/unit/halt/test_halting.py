@@ -217,7 +217,7 @@ def test_the_command_names_the_job_that_will_read_the_request(
 def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing folder above it may be a file system that is not mounted."""
+    """A missing folder above it may be an unmounted file system."""
     assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
     assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
     assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1

@@ -29,7 +29,7 @@ def loader(batch: int) -> PlaceOfAnyRanks[list[int]]:
 
 
 class _NoBatchSize:
-    """A framework's loader, whose batch size is not visible."""
+    """A framework's loader without a visible batch size."""
 
     def __init__(self, data: DataLoader[object]) -> None:
         self._data = data

@@ -92,11 +92,11 @@ def test_exchanges_of_several_versions_at_once_are_not_confused(tmp_path: Path) 
     code = Code(3, 1, 1)
     with Members(tmp_path, code, [2 * MIB, MIB, 3 * MIB]) as members:
         threads = []
-        for version in (1, 2, 3):  # members begin versions in their order, as trainers seal them
+        for version in (1, 2, 3):  # members start versions in their order, as trainers seal them
             for member in (0, 1):
                 threads.append(members.start(members.exchange(member, version)))
                 wait_until(lambda m=member, v=version: len(members.transports[m]._hosts) == v)
-        # All three are in progress at two members before the third begins any.
+        # All three are in progress at two members before the third starts any.
         for version in (1, 2, 3):
             threads.append(members.start(members.exchange(2, version)))
             wait_until(lambda v=version: VersionId(1, v) in members.transports[2]._latest.values())

@@ -1,4 +1,4 @@
-"""A peer that is gone, late, skips, restarts, or is another process; and this side giving up.
+"""A peer: gone, late, skipping, restarted, or another process; and this side giving up.
 
 In each case the error names the peer, nothing unfinished is visible, and the next version works.
 """

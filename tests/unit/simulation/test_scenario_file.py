@@ -1,4 +1,4 @@
-"""Scenario files: what is read, and what is refused, in words."""
+"""Scenario files: what is read, and what is refused, with a text."""
 
 from __future__ import annotations
 

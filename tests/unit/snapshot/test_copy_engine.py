@@ -244,7 +244,7 @@ def test_a_posted_job_is_copied_with_head_and_tail(engine: Engine) -> None:
         job = Job(engine, memory.table)
         posted, image = post(desk, job, memory)
         assert posted
-    assert served == [Progress.COMPLETE]  # nobody has settled it
+    assert served == [Progress.COMPLETE]  # no thread has settled it
     tail = TAIL.ljust(ROOM, b"\0")
     assert image.tobytes() == HEAD + memory.expected() + tail
     assert job.results()[2] == digest(HEAD) + memory.digests() + digest(tail)

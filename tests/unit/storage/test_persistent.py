@@ -182,7 +182,7 @@ def test_every_node_has_its_turn_before_long(
 def windows_of(
     turns: TimeSlots, first: float, seconds: float, window_seconds: float
 ) -> list[float]:
-    """The times when a node begins each of its windows."""
+    """The times when a node starts each of its windows."""
     now, started = first, []
     for _ in range(math.ceil(seconds / window_seconds)):
         while wait := turns.wait_seconds(now):

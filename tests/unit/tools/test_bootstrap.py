@@ -269,7 +269,7 @@ def run(
 def test_torch_comes_before_packages_that_would_bring_another(
     run: Run, machine: Machine, uv_works: bool
 ) -> None:
-    """The extras require a torch: pip alone would take any. Where uv fails, pip goes on."""
+    """The extras require a torch: pip alone would take any. Where uv fails, pip continues."""
     machine.fails = None if uv_works else "uv"
     run()
     rest = ["--editable", ".[demo]"]

@@ -309,7 +309,7 @@ class HorovodFile:
         ]
 
     def save(self, path: Path) -> Path:
-        # A barrier has an end without a beginning, and a marker of a cycle has no tensor.
+        # A barrier has an end without a start, and a marker of a cycle has no tensor.
         self.entries.append({"ph": "E", "ts": 9, "pid": 99})
         self.entries.append({"ph": "i", "name": "CYCLE_START", "ts": 9, "s": "g"})
         path.write_text("[\n" + ",".join(map(json.dumps, self.entries)) + "]")
@@ -339,7 +339,7 @@ NAMES = {
     ("tensor", "layers"),
     [
         ("grouped_allreduce.a_2of2", ("b",)),
-        ("allreduce.noname.0.1", ("generator.w", "critic.w")),  # two optimizers, in turn
+        ("allreduce.noname.0.1", ("generator.w", "critic.w")),  # two optimizers, alternating
         ("allreduce.by hand a", ("by hand a",)),
         ("grouped_allreduce.other_1of3", ("grouped_allreduce.other_1of3",)),
         ("mine", ("mine",)),
