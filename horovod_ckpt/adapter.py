@@ -665,8 +665,7 @@ class HorovodAdapter(PlainAdapter):
 
     @contextlib.contextmanager
     def saving_now(self) -> Iterator[None]:
-        """Note which gradients a version taken now does not have. Entering is
-        collective."""
+        """Note which gradients a version taken now does not have. Entering is collective."""
         self._cut = self._missing_gradients()
         try:
             yield

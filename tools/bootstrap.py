@@ -49,7 +49,7 @@ Choose one and run make again:
   - take a CPU build: PyTorch's page "Get started" shows the index to name for compute platform CPU;
     export TORCH_INSTALL_ARGS='--index-url <that index>'
   - use a Python that has torch already: make PYTHON=/path/to/python, or, for that of a virtual
-  environment, which is completed then: make VENV="$VIRTUAL_ENV"
+    environment, which is completed then: make VENV="$VIRTUAL_ENV"
   - take the CUDA build all the same: export TORCH_INSTALL_ARGS='{torch}'"""
 
 NO_TOOLS = """\

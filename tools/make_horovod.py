@@ -61,7 +61,7 @@ def starred(reason: NotPossible) -> str:
 
 
 @contextlib.contextmanager
-def in_words() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """What the system refuses (a full disk, a folder that can't be written) is a NotPossible."""
     try:
         yield
@@ -77,7 +77,7 @@ def main() -> None:
     # Like Ctrl-C: compilers are stopped and half-made files removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with in_words():
+        with plain_errors():
             if arguments.check:
                 check()
             else:
@@ -109,7 +109,7 @@ def make(again: bool) -> None:
         return
     say(f"Horovod for the torch of {sys.executable}: {reason}")
     try:
-        with in_words():
+        with plain_errors():
             say(f"ready: {describe(mend(again))}")
     except NotPossible as failure:
         found = probe()

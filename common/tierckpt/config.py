@@ -115,8 +115,7 @@ class LocalConfig:
 class PeerConfig:
     """The peer level: a node's local level can be rebuilt from other nodes'.
 
-    The agents make the redundancy of every version complete on local, without delaying
-    training.
+    The agents make the redundancy of every version complete on local, without delaying training.
     """
 
     redundancy: str = "none"

@@ -303,8 +303,7 @@ class Adapter(Protocol):
         ...
 
     def saving_now(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a version taken now, at any point of the loop. Entering is
-        collective."""
+        """The context of a version taken now, at any point of the loop. Entering is collective."""
         ...
 
     def keeps_boundary(self) -> bool:

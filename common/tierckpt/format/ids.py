@@ -147,8 +147,8 @@ def newest_first(
 def newest_lineage(
     known: Mapping[VersionId, Lineage], rollback_run: tuple[int, int] = NO_RUN
 ) -> Lineage:
-    """Return the lineage of the newest version, continued by the run that `rollback_run` after it
-    (see `newest_first`); empty without versions."""
+    """Return the lineage of the newest version, continued by `rollback_run` if that is newer (see
+    `newest_first`); empty without versions."""
     newest = max(known, default=None)
     if newest is None:
         return ()

@@ -175,8 +175,7 @@ class JobNode:
         command prints `path`, and `jobs`, a list of these.)
 
         - `path`: as given, or a fork's own; `problems`: what could not be read, as text
-        - `origin`: null, or the version of another job that it started from: the keys of
-        `fork.json`
+        - `origin`: null, or the other job's version that it started from: keys of `fork.json`
         - `runs`: a flat list, oldest first: `generation`, `run_id` (distinguishes runs that left no
           version, and share their generation with the next one), `began` (null, or generation and
           version in the list's earlier runs), `running`, `newest` (number of its newest known

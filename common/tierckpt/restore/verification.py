@@ -129,8 +129,7 @@ class Candidates:
     def plan(
         self, version: int | None = None, avoid: Container[VersionId] = ()
     ) -> RestorePlan | None:
-        """Plan for the newest version, or for `version`, not in `avoid`: see
-        `plan_restore`.
+        """Plan for the newest version, or for `version`, not in `avoid`: see `plan_restore`.
 
         Raises RestoreError if a newer version exists that cannot be decoded only because a key or a
         codec is missing: going back to an older version would let retention remove the newer one.

@@ -104,9 +104,8 @@ def lock_for_good(fd: int, path: Path) -> bool:
 def hand_over(fd: int) -> int:
     """Let a small process have the file open in place of this one, until `close` of the returned
     descriptor, or the end of this process. The kernel flushes a file that a process has open when
-    the process ends: on a hanging file system not even SIGKILL would end it. Returns `fd` where
-    the lock is not of `lock_for_good`, which alone can be handed over, or no process can be
-    started."""
+    the process ends: on a hanging file system not even SIGKILL would end it. Returns `fd` where the
+    lock is not of `lock_for_good`, which alone can be handed over, or no process can be started."""
     entry = _locks.get(fd)
     if entry is None or not entry.for_good:
         return fd

@@ -15,7 +15,7 @@ Kinds of entries (their `cat`):
 
 | kind | row | meaning |
 |---|---|---|
-| `start` | training | a run starts: rank, process id, host |
+| `begin` | training | a run starts: rank, process id, host |
 | `boundary`, `barrier` | training | the two stalls |
 | `update` | training | an optimizer changes the weights |
 | `trace` | training | this recorder writes its file |
@@ -75,7 +75,7 @@ class Trace(Part):
 
     Args:
         path: the file; made or continued. Raises OSError if it cannot be, ValueError if it is not a
-        trace.
+            trace.
         steps: number of boundaries to record from now on.
         name_of: the name of a parameter.
         notice: called with a sentence when the recording ends early.

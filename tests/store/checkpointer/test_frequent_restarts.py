@@ -1,5 +1,4 @@
-"""A job killed again and again before an interval is over still stores versions on its
-levels."""
+"""A job killed again and again before an interval is over still stores versions on its levels."""
 
 from __future__ import annotations
 

@@ -250,8 +250,7 @@ def test_old_files_go_with_the_versions(tmp_path: Path, shm_dir: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_ends_no_process(tmp_path: Path, shm_dir: Path) -> None:
-    """Its end is gone after it was mapped: without care a SIGBUS, as with a disk that
-    fails."""
+    """Its end is gone after it was mapped: without care a SIGBUS, as with a disk that fails."""
     loop = Loop(functools.partial(optim.Adam, lr=0.01))
     ckpt = attach(loop, tmp_path / "job", shm_dir)
     train(loop, ckpt, STEPS)

@@ -370,8 +370,7 @@ def test_a_lost_shard_is_rebuilt_by_its_own_rank_or_else_spread_evenly(world: Wo
 @given(worlds())
 @settings(max_examples=300)
 def test_lost_shards_are_rebuilt_on_all_nodes_equally(world: World) -> None:
-    """Compared with all assignments: none even over ranks gives less work to the busiest
-    node."""
+    """Compared with all assignments: none even over ranks gives less work to the busiest node."""
     plan = planned(world)
     if plan is None or len(plan.sources) <= len(world.ranks):
         return  # each rank rebuilds its own shard

@@ -463,7 +463,10 @@ def test_a_full_disk_is_not_held_against_a_wheel(
     """It was removed, and building another one takes minutes and more room."""
     wheel = wheel_file(folder)
     monkeypatch.setattr(zipfile.ZipFile, "extractall", full)
-    with pytest.raises(NotPossible, match=r"disk is full.*XDG_CACHE_HOME"), make_horovod.in_words():
+    with (
+        pytest.raises(NotPossible, match=r"disk is full.*XDG_CACHE_HOME"),
+        make_horovod.plain_errors(),
+    ):
         make_horovod.cached_wheel(folder, TARGET)
     assert contents(folder) == [wheel.name]
 

@@ -70,10 +70,9 @@ class PersistentStore:
     """Store of one persistent path. One thread per instance; any number of instances, on any
     machine.
 
-    `path` is a directory or a URL; its client receives `storage_options`. All
-    writers of a job must give the same `shards_per_group`. `sleep` waits between attempts and may
-    raise to give up. Errors are PersistentError; FileNotFoundError is raised for things that do not
-    exist.
+    `path` is a directory or a URL; its client receives `storage_options`. All writers of a job must
+    give the same `shards_per_group`. `sleep` waits between attempts and may raise to give up.
+    Errors are PersistentError; FileNotFoundError is raised for things that do not exist.
     """
 
     def __init__(
