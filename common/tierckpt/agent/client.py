@@ -164,7 +164,7 @@ class AgentConnection:
         self.inline = _agent_of_this_process() if inline else None
         """The agent, if it is a part of this process."""
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
-        self._started_seconds = time.monotonic()
+        self._started = time.monotonic()
         """Shows agents which of two runs is the later one."""
         """A new agent has its low priority from the start."""
         self._unsent: deque[Packet] = deque()
@@ -421,9 +421,7 @@ class AgentConnection:
         self._packets.clear()
         self._on(Connected(index))
         try:
-            protocol.send(
-                channel, Hello(PROTOCOL, self._session, self._environment, self._started_seconds)
-            )
+            protocol.send(channel, Hello(PROTOCOL, self._session, self._environment, self._started))
         except OSError:  # it is ending
             self._on(Ended())
 

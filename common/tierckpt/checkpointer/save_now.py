@@ -263,9 +263,7 @@ class FinalVersion:
                 compare_last([each[number] for *_, each in gathered])
         except Exception as error:
             outcomes, ranks_answer = [(False, before, answers)], False
-            self._reports.notice(
-                f"the other ranks do not answer: {error_text(error)}", logging.ERROR
-            )
+            self._reports.notice(f"other ranks do not answer: {error_text(error)}", logging.ERROR)
         if not (safe := all(safe for safe, _, _ in outcomes)):
             left = "the memory of this node has no version either"
             if any(self._job.sealed()):
@@ -324,10 +322,8 @@ class FinalVersion:
 
     def _start_in_memory(self) -> VersionId | None:
         """The version of an earlier run that this run started with, if memory still has it."""
-        safe, start_version = self._agreement.memory.safe, self._history.start_version
+        safe, first = self._agreement.memory.safe, self._history.start_version
         known = (
-            safe is not None
-            and safe.version == start_version
-            and on_lineage(safe, self._history.lineage)
+            safe is not None and safe.version == first and on_lineage(safe, self._history.lineage)
         )
         return safe if known else None

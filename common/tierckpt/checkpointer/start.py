@@ -510,9 +510,9 @@ class Restart:
         none."""
         live, replay = self._live, None
         for records_after in self._parts.records_after if most != 0 else ():
-            base, rollback_run = attempt.plan.id, self._levels.history.rollback_run
+            base, rollback = attempt.plan.id, self._levels.history.rollback_run
             barrier, step_class = ErrorBarrier(self._group), live.adapter.step_class
-            replay = records_after(base, rollback_run, barrier, step_class, most)
+            replay = records_after(base, rollback, barrier, step_class, most)
         if replay is None:
             yield None
             return

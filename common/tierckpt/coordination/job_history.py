@@ -330,8 +330,8 @@ class JobHistory:
     def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
         """Return the newest complete version that was found, on one level if named; None if it is
         newer than `limit`."""
-        rollback_run = NO_RUN if limit is None else self.rollback_run
-        newest = newest_whole(self._copies(level), rollback_run)
+        rollback = NO_RUN if limit is None else self.rollback_run
+        newest = newest_whole(self._copies(level), rollback)
         return newest if newest and (limit is None or newest <= limit) else None
 
     def newer_suspects(self, than: VersionId) -> list[VersionId]:
@@ -339,7 +339,7 @@ class JobHistory:
         newest first."""
         if not self.suspects:
             return []
-        plan = plan_restore(self.found, parities=self.parities, rollback_run=self.rollback_run)
+        plan = plan_restore(self.found, parities=self.parities, rollback=self.rollback_run)
         if plan is None or plan.id not in self.suspects:
             return []
         seen = {f.key.id for f in self._copies()} | {plan.id}

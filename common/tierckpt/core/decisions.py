@@ -535,8 +535,7 @@ class StallTimeout:
         self._moved_at = now - quiet_seconds
 
     def is_over(self, now: float) -> bool:
-        """Check now and then whether the time is over; call `record_quiet` in between if an answer
-        came.
+        """Check now and then whether the time is over; after an answer call `record_quiet` first.
 
         True only at the second time in a row: the whole machine may have been stopped, and then
         the process that has to answer continues in a moment.

@@ -214,7 +214,7 @@ class Part:
         """The recorded steps that follow the version `base`; see `Journal.records_after`."""
         raise NotImplementedError
 
-    def unused_after(self, base: VersionId, rollback_run: tuple[int, int], strict: bool) -> str:
+    def unused_after(self, base: VersionId, rollback: tuple[int, int], strict: bool) -> str:
         """A warning about recorded steps after `base` that this restart does not make again."""
         raise NotImplementedError
 

@@ -317,7 +317,7 @@ def plan_restore(
     unreachable: Unreachable = frozenset(),
     nodes: Sequence[str] = (),
     avoid: Container[VersionId] = (),
-    rollback_run: tuple[int, int] = NO_RUN,
+    rollback: tuple[int, int] = NO_RUN,
     abandoned: bool = False,
 ) -> RestorePlan | None:
     """Plan the newest version that can be read or rebuilt, each shard from its cheapest place.
@@ -326,7 +326,7 @@ def plan_restore(
     choice to that number. `readers` read the same copies again. No rank reads a copy `unreachable`
     to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the node of every
     rank; without it each rank is on a node of its own. `avoid` are versions that must not be
-    chosen. `rollback_run` is the last rollback's entry in the lineage (see `core.branches`); it
+    chosen. `rollback` is the last rollback's entry in the lineage (see `core.branches`); it
     does not restrict `version`. With `abandoned`, a `version` in no run's past counts as well,
     after all others. Returns None when there is no such version. Same inputs give the same plan:
     every rank calls this.
@@ -335,7 +335,7 @@ def plan_restore(
     sight = _Sight(len(inventories), readers, unreachable)
     found, made = _by_version(inventories), _by_version(parities)
     lineages = {id_: items[0][0].facts.lineage for (id_, *_), items in (found | made).items()}
-    line = newest_first(lineages.items(), rollback_run if version is None else NO_RUN)
+    line = newest_first(lineages.items(), rollback if version is None else NO_RUN)
     if abandoned and version is not None:
         line += sorted(lineages.keys() - {*line}, reverse=True)
     for id_ in line:
@@ -354,13 +354,11 @@ def plan_restore(
     return None
 
 
-def newest_whole(
-    found: Iterable[Found], rollback_run: tuple[int, int] = NO_RUN
-) -> VersionId | None:
+def newest_whole(found: Iterable[Found], rollback: tuple[int, int] = NO_RUN) -> VersionId | None:
     """Return the newest version of which every shard was found, all of one run; None without any.
 
     The version that `plan_restore` chooses from copies that no rank failed to read, without the
-    rebuilds and the work of assigning readers. `rollback_run`: as there.
+    rebuilds and the work of assigning readers. `rollback`: as there.
     """
     lineages: dict[VersionId, Lineage] = {}
     there: dict[tuple[VersionId, str, int], set[int]] = {}
@@ -368,7 +366,7 @@ def newest_whole(
         lineages[f.key.id] = f.facts.lineage
         there.setdefault((f.key.id, f.facts.run_id, f.key.shards), set()).add(f.key.shard)
     whole = {id_ for (id_, _, shards), seen in there.items() if len(seen) == shards}
-    return next((id_ for id_ in newest_first(lineages.items(), rollback_run) if id_ in whole), None)
+    return next((id_ for id_ in newest_first(lineages.items(), rollback) if id_ in whole), None)
 
 
 C = TypeVar("C", bound=Found | FoundParity)

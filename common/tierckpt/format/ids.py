@@ -132,27 +132,27 @@ def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
 
 
 def newest_first(
-    found: Iterable[tuple[VersionId, Lineage]], rollback_run: tuple[int, int] = NO_RUN
+    found: Iterable[tuple[VersionId, Lineage]], rollback: tuple[int, int] = NO_RUN
 ) -> list[VersionId]:
     """Order versions for a restart, newest first; only those in the newest one's past.
 
-    `rollback_run` is the entry in the lineage of a run that may have left no version yet. If it is
+    `rollback` is the entry in the lineage of a run that may have left no version yet. If it is
     newer than all versions, only those in its past count.
     """
     known = dict(found)
-    lineage = newest_lineage(known, rollback_run)
+    lineage = newest_lineage(known, rollback)
     return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
 
 
 def newest_lineage(
-    known: Mapping[VersionId, Lineage], rollback_run: tuple[int, int] = NO_RUN
+    known: Mapping[VersionId, Lineage], rollback: tuple[int, int] = NO_RUN
 ) -> Lineage:
-    """Return the lineage of the newest version, continued by `rollback_run` if that is newer (see
+    """Return the lineage of the newest version, continued by `rollback` if that is newer (see
     `newest_first`); empty without versions."""
     newest = max(known, default=None)
     if newest is None:
         return ()
-    return (*known[newest], rollback_run) if rollback_run[0] > newest.generation else known[newest]
+    return (*known[newest], rollback) if rollback[0] > newest.generation else known[newest]
 
 
 def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:

@@ -349,12 +349,11 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the record, with the names of FORMAT.md."""
+        start = self.started_from
         values: dict[str, Any] = {
             "run_id": self.run_id,
             "generation": self.generation,
-            "began": None
-            if self.started_from is None
-            else (self.started_from.generation, self.started_from.version),
+            "began": start and (start.generation, start.version),
             "fork": self.fork,
             "started_seconds": self.started_seconds,
             "ranks": self.ranks,

@@ -198,8 +198,7 @@ def _put_first(handle: Any) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-# Horovod's methods wait for reductions, and copying continues meanwhile; its step has torch's
-# hooks.
+# Horovod's methods wait for reductions, and copies continue; its step has torch's hooks.
 NOT_THEIRS = ("torch.", "horovod.", "tierckpt", "abc", "builtins", "typing")
 
 

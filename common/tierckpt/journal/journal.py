@@ -86,12 +86,10 @@ class Journal(Part):
         thread.start()
         return thread
 
-    def unused_after(self, base: VersionId, rollback_run: tuple[int, int], strict: bool) -> str:
+    def unused_after(self, base: VersionId, rollback: tuple[int, int], strict: bool) -> str:
         """Describe a journal on this node that leads on from the version `base`, if this restart
         (`strict` or not) makes none of its steps again; empty without one. Never raises."""
-        return unused_journal(
-            self._config.directory, base, rollback_run, self.unused, self._group.size
-        )
+        return unused_journal(self._config.directory, base, rollback, self.unused, self._group.size)
 
     def end(self, remove: bool) -> None:
         """Remove the files, where the last version is durable."""

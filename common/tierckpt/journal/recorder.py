@@ -160,21 +160,21 @@ class JournalRecorder(Journal):
     def records_after(
         self,
         base: VersionId,
-        rollback_run: tuple[int, int],
+        rollback: tuple[int, int],
         barrier: ErrorBarrier,
         step_class: StepClass,
         most: int | None,
     ) -> Replay | None:
         """Arguments as for `Replay`."""
         where = self._config.directory, self._owner.node, self._state, barrier, self._reports
-        replay = Replay(*where, base, rollback_run, step_class, most)
+        replay = Replay(*where, base, rollback, step_class, most)
         if len(replay):
             return replay
         replay.close()
         return None
 
-    def unused_after(self, base: VersionId, rollback_run: tuple[int, int], strict: bool) -> str:
-        return "" if strict else super().unused_after(base, rollback_run, strict)
+    def unused_after(self, base: VersionId, rollback: tuple[int, int], strict: bool) -> str:
+        return "" if strict else super().unused_after(base, rollback, strict)
 
     # --- a step and a boundary ------------------------------------------------------------------
 

@@ -75,10 +75,10 @@ class JournalSearch:
         barrier: ErrorBarrier,
         reports: Reports,
         base: VersionId,
-        rollback_run: tuple[int, int],
+        rollback: tuple[int, int],
         most: int | None,
     ) -> None:
-        """Read and verify the journals on this rank's `node`. `rollback_run`: see `chain_from`;
+        """Read and verify the journals on this rank's `node`. `rollback`: see `chain_from`;
         `most`: limit of the records, in a try after the first one, which has reported all problems.
         Collective."""
         self._barrier, self._reports, self._base = barrier, reports, base
@@ -92,12 +92,12 @@ class JournalSearch:
         self._links = [{(s, link.key): link for s, link in theirs} for theirs in gathered]
         """By rank."""
         self._holders = self._holders_of()
-        whole = chain_from(base, self._keys(), rollback_run)[:most]
+        whole = chain_from(base, self._keys(), rollback)[:most]
         self.keys = whole
         """The records, oldest first."""
         self._verify()
         if most is None:
-            self._report(directory, whole, rollback_run)
+            self._report(directory, whole, rollback)
 
     def source(self, shard: int, key: RecordKey) -> int:
         """The rank that has the record of a shard."""
@@ -173,28 +173,26 @@ class JournalSearch:
         held = ((self._holders[shard, key] for key in keys) for shard in self._shards)
         return [len([*takewhile(bool, each)]) for each in held]
 
-    def _report(
-        self, directory: str, whole: Sequence[RecordKey], rollback_run: tuple[int, int]
-    ) -> None:
+    def _report(self, directory: str, keys: Sequence[RecordKey], rollback: tuple[int, int]) -> None:
         for text in self.reader.problems:
             self._reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
         if self._barrier.rank:
             return
-        self._report_ends(whole, rollback_run)
+        self._report_ends(keys, rollback)
         reached = self.keys[-1].id if self.keys else self._base
         size = self._barrier.size
-        if text := unused_journal(directory, self._base, rollback_run, OTHER_RANKS, size, reached):
+        if text := unused_journal(directory, self._base, rollback, OTHER_RANKS, size, reached):
             self._reports.notice(text, logging.WARNING)
         apart = sorted({s for s in self._shards for key in self.keys if self.source(s, key) != s})
         if apart:
             self._reports.notice(ELSEWHERE.format(ranks=some(apart)), logging.INFO)
 
-    def _report_ends(self, whole: Sequence[RecordKey], rollback_run: tuple[int, int]) -> None:
+    def _report_ends(self, whole: Sequence[RecordKey], rollback: tuple[int, int]) -> None:
         """Report ranks with fewer records than others."""
         most = len(whole)
         lengths = self._lengths(whole)
         for shard, keys in enumerate(self._keys()):
-            alone = chain_from(self._base, [keys], rollback_run)
+            alone = chain_from(self._base, [keys], rollback)
             # A newer run that only some ranks have a record of does not count.
             if lengths[shard] == most and [*whole] == alone[:most]:
                 lengths[shard] = len(alone)
@@ -223,12 +221,12 @@ class Replay:
         barrier: ErrorBarrier,
         reports: Reports,
         base: VersionId,
-        rollback_run: tuple[int, int],
+        rollback: tuple[int, int],
         step_class: StepClass,
         most: int | None = None,
     ) -> None:
         """Read and verify the journals on this rank's `node`, and find the records that follow the
-        version `base`. `rollback_run`: see `chain_from`; `step_class`: see `Adapter`; `most`: the
+        version `base`. `rollback`: see `chain_from`; `step_class`: see `Adapter`; `most`: the
         number of records that another try found exact, None before that. Collective."""
         self.exact = 0
         """After `run` has failed: number of records that can be repeated exactly."""
@@ -237,7 +235,7 @@ class Replay:
         self._most = most
         self._step_class = step_class
         self._state, self._barrier, self._reports, self._base = state, barrier, reports, base
-        self._search = JournalSearch(directory, node, barrier, reports, base, rollback_run, most)
+        self._search = JournalSearch(directory, node, barrier, reports, base, rollback, most)
         self._keys = self._search.keys
         self._digest_plan: DigestPlan | None = None
 

@@ -187,18 +187,17 @@ class Link(NamedTuple):
 
 
 def chain_from(
-    base: VersionId, shards: Iterable[Iterable[RecordKey]], rollback_run: tuple[int, int] = NO_RUN
+    base: VersionId, shards: Iterable[Iterable[RecordKey]], rollback: tuple[int, int] = NO_RUN
 ) -> list[RecordKey]:
     """Return the records that follow `base`, oldest first, as far as there is one of every shard.
 
-    Where two runs continued from the same place, the newer one counts. `rollback_run`: the entry in
-    the lineage of the last run that went back (see `Rollback`); records that it gave up do not
-    count.
+    Where two runs continued from the same place, the newer one counts. `rollback`: the entry in
+    the lineage of the last run that went back (see `Rollback`); records given up do not count.
     """
     common = set.intersection(*map(set, shards))
     following: dict[VersionId, RecordKey] = {}
     for key in sorted(common):
-        if key.id.generation >= rollback_run[0] or key.id.version <= rollback_run[1]:
+        if key.id.generation >= rollback[0] or key.id.version <= rollback[1]:
             following[key.after] = key  # the newest comes last
     found: list[RecordKey] = []
     place = base
@@ -412,7 +411,7 @@ OTHER_RANKS = ("it is of {were} rank(s), this job has {size}", "Start again with
 def unused_journal(
     directory: str,
     base: VersionId,
-    rollback_run: tuple[int, int],
+    rollback: tuple[int, int],
     texts: tuple[str, str],
     size: int,
     reached: VersionId | None = None,
@@ -423,7 +422,7 @@ def unused_journal(
     Args:
         directory: the local directory.
         base: the version that was restored.
-        rollback_run: see `chain_from`.
+        rollback: see `chain_from`.
         texts: the reason why it is not used, and the remedy.
         size: number of ranks of this job.
         reached: how far this job's own journal has led; only journals of another number of ranks
@@ -438,7 +437,7 @@ def unused_journal(
         names = [n for n in there if (n.base.shards, n.base.shard) == (shards, shard)]
         with closing(JournalReader(folder, names)) as reader:
             keys = [key for _, key in reader.records]
-        chain = chain_from(base, [keys], rollback_run)
+        chain = chain_from(base, [keys], rollback)
         if chain and chain[-1].id.version > longest:
             longest = chain[-1].id.version
             why, remedy = (each.format(were=shards, size=size) for each in texts)
@@ -468,11 +467,10 @@ class JournalReach:
 
 
 def reach_of(
-    directories: Iterable[Path], base: VersionId, ranks: int, rollback_run: tuple[int, int]
+    directories: Iterable[Path], base: VersionId, ranks: int, rollback: tuple[int, int]
 ) -> JournalReach | None:
     """How far the journals in these local directories lead from the version `base` of a job with
-    that number of ranks; None without any journal. `rollback_run`: see `chain_from`. Never
-    raises."""
+    that number of ranks; None without a journal. `rollback`: see `chain_from`. Never raises."""
     keys: list[set[RecordKey]] = [set() for _ in range(ranks)]
     for directory in directories:
         folder = directory / FOLDER
@@ -482,7 +480,7 @@ def reach_of(
                 keys[shard].add(key)
     if not any(keys):
         return None
-    chain = chain_from(base, keys, rollback_run)
+    chain = chain_from(base, keys, rollback)
     last = chain[-1].id if chain else base
     missing = [rank for rank, theirs in enumerate(keys) if not theirs]
     return JournalReach(base.version, last.version, len(chain), missing)

@@ -135,8 +135,7 @@ class _Runs:
         return noted[-1] if noted else load_config().best
 
     def add_lineages(self) -> None:
-        """Add runs that are known only as ancestors, and what runs without a record started
-        with."""
+        """Add runs that are known only as ancestors, and what runs without a record restored."""
         for lineage in sorted({copy.facts.lineage for copy in self._there.copies}):
             before = 0
             for generation, version in lineage:

@@ -191,9 +191,7 @@ def version_to_read(there: Survey, version: int | None) -> int | None:
 
 def candidates_of(there: Survey) -> Candidates:
     """Return the copies of a survey, for `find`. A version that was given up counts, too."""
-    return Candidates(
-        [there.found], [there.parities], rollback_run=there.rollback_run, abandoned=True
-    )
+    return Candidates([there.found], [there.parities], rollback=there.rollback_run, abandoned=True)
 
 
 def refuse_newer(there: Survey) -> None:

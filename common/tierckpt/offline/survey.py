@@ -282,7 +282,7 @@ class Survey:
             [found],
             version=version,
             parities=[self.parities],
-            rollback_run=self.rollback_run,
+            rollback=self.rollback_run,
             abandoned=abandoned,
         )
 

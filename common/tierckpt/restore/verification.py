@@ -103,13 +103,13 @@ class Candidates:
         parities: Sequence[Sequence[FoundParity]] = (),
         nodes: Sequence[str] = (),
         on_reject: Callable[[str], None] = lambda text: None,
-        rollback_run: tuple[int, int] = NO_RUN,
+        rollback: tuple[int, int] = NO_RUN,
         abandoned: bool = False,
     ) -> None:
         """`found` and `parities` are those of every rank. `nodes` has the node name of every rank;
         without it each rank counts as a node of its own. `on_reject` receives the reason for each
-        rejected copy. `rollback_run` and `abandoned`: see `plan_restore`."""
-        self._rollback_run, self._abandoned = rollback_run, abandoned
+        rejected copy. `rollback` and `abandoned`: see `plan_restore`."""
+        self._rollback, self._abandoned = rollback, abandoned
         self.found, self.parities, self._nodes = found, parities, nodes
         self._on_reject = on_reject
         self.rejected: list[str] = []
@@ -143,7 +143,7 @@ class Candidates:
             frozenset(self._unreachable),
             self._nodes,
             avoid,
-            self._rollback_run,
+            self._rollback,
             self._abandoned,
         )
         if self._undecodable and (plan is None or plan.id not in self._undecodable):

@@ -189,8 +189,7 @@ class Holdings:
         """By level, the start of a write that outlived its run, and its version."""
 
     def advance(self, start_time: float, from_position: float, position: float, kind: str) -> None:
-        """Add the versions of a run from `start_time` on, which was at `position` when it
-        failed."""
+        """Add the versions of a run from `start_time` on, up to its end at `position`."""
         for rung in self._schedule.rungs:
             found, started = self._newest(rung, start_time, from_position, position)
             if found and self._is_new(found, from_position):
@@ -326,8 +325,7 @@ class SimulatedJob:
         """The farthest position that the training started from, and the failures since."""
         self._missing = 0
         self._exposed: set[int] = set()
-        """Nodes with shards that only the other members of their groups have, until
-        `_protected_at`."""
+        """Nodes with shards that only other members of their groups have, until `_protected_at`."""
         self._protected_at = math.inf
         self._only_processes = True
         self._phase, self._since = "start", 0.0

@@ -195,10 +195,10 @@ class ChangedBuffers:
         model: torch.nn.Module,
         first: Mapping[str, BufferKind],
         saved: Mapping[str, TensorSpec],
-        first_saved: Mapping[str, BufferKind],
+        saved_first: Mapping[str, BufferKind],
     ) -> None:
         """`saved`: the version's buffers. `first`: kinds of all buffers when this job was attached.
-        `first_saved`: first kinds of the changed buffers, in the job that wrote the version."""
+        `saved_first`: first kinds of the changed buffers, in the job that wrote the version."""
         self._model = model
         self._modules = dict(named_modules(model))  # for a wrapper, the module inside it
         now = buffer_kinds(model)
@@ -208,7 +208,7 @@ class ChangedBuffers:
             name
             for name in differ
             if name.rpartition(".")[0] in self._modules
-            and first_saved.get(name, then.get(name))
+            and saved_first.get(name, then.get(name))
             in (first.get(name, False), now.get(name, False))
         }
         self._loaded: dict[str, list[str]] = {}

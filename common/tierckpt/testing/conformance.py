@@ -222,14 +222,14 @@ class StoreConformance:
                 return
             assert "injected" in str(error)
             at = f"after an error at operation {hit}"
-            started, finished = _read_log(log)
-            if started == finished:
+            tried, finished = _read_log(log)
+            if tried == finished:
                 pytest.fail(f"{at}: it came outside all work")
-            if started[-1].startswith("commit") and started[-1] not in finished:
-                failed, there = key_of(int(started[-1].split()[1])), store.keys()
+            if tried[-1].startswith("commit") and tried[-1] not in finished:
+                failed, there = key_of(int(tried[-1].split()[1])), store.keys()
                 exists = failed in there and not self.failed_commit_may_exist
                 assert not exists, f"{at}: the failed commit exists"
-            self._check_survivors(store, started, finished, at)
+            self._check_survivors(store, tried, finished, at)
             self._check_continues(store, directory, at)
         pytest.fail("the sweep does not end")
 
@@ -246,10 +246,10 @@ class StoreConformance:
                 return
             assert status == -signal.SIGKILL
             at = f"after a kill at operation {hit}"
-            started, finished = _read_log(log)
-            self._check_survivors(store, started, finished, at)
+            tried, finished = _read_log(log)
+            self._check_survivors(store, tried, finished, at)
             store.clean(0)
-            self._check_survivors(store, started, finished, f"{at} and cleaning")
+            self._check_survivors(store, tried, finished, f"{at} and cleaning")
             self._check_no_orphans(store, directory, at)
             self._check_continues(store, directory, at)
         pytest.fail("the sweep does not end")
@@ -263,21 +263,19 @@ class StoreConformance:
             timeout=240,
         )
 
-    def _check_survivors(
-        self, store: Any, started: list[str], finished: list[str], at: str
-    ) -> None:
+    def _check_survivors(self, store: Any, tried: list[str], finished: list[str], at: str) -> None:
         """Check that exactly the expected shards exist, and that all of them are sound."""
         must: set[ShardKey] = set()
         for text in finished:
             operation, version = text.split()
             (must.add if operation == "commit" else must.discard)(key_of(int(version)))
         may = set(must)
-        if started != finished:  # the interrupted operation may have happened or not
-            touched = key_of(int(started[-1].split()[1]))
+        if tried != finished:  # the interrupted operation may have happened or not
+            touched = key_of(int(tried[-1].split()[1]))
             must.discard(touched)
             may.add(touched)
         there = set(store.keys())
-        assert must <= there <= may, f"{at}: {finished} were done, {started[-1:]} was in progress"
+        assert must <= there <= may, f"{at}: {finished} were done, {tried[-1:]} was in progress"
         for key in there:
             assert is_sound(store, key), f"{at}: {key} differs from the committed one"
 
@@ -299,9 +297,9 @@ class StoreConformance:
 def _read_log(log: Path) -> tuple[list[str], list[str]]:
     """Operations that started, and operations that finished."""
     lines = log.read_text().splitlines() if log.exists() else []
-    started = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
+    tried = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
     finished = [line.removeprefix("end ") for line in lines if line.startswith("end ")]
-    return started, finished
+    return tried, finished
 
 
 def windows(data: bytes, size: int = WINDOW_BYTES) -> Content:

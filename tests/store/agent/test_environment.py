@@ -429,7 +429,7 @@ def serve_here(
     monkeypatch.setattr(
         process, "lower_priority", lambda nice: None
     )  # else it would be this process's
-    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
     monkeypatch.setenv(environment.ENVIRONMENT_VARIABLE, what)
     job = settings.place().job
     job.create()

@@ -243,7 +243,7 @@ def test_an_agent_with_a_dead_starter_and_no_request_waits_no_longer_than_it_lin
     monkeypatch.setattr(
         process, "lower_priority", lambda nice: None
     )  # else it would be this process's
-    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
     until(lambda: settings.place().address.exists() or not thread.is_alive())

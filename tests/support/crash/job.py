@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "verify": (verification, "verify"),
     "load_shard": (loader.Loader, "load_window"),
     "finish_load": (loader.Loader, "finish"),
-    "after_load": (restart.Restart, "_go_on_from"),
+    "after_load": (restart.Restart, "_continue_from"),
     "remove_slots": (slot_pool.SlotPool, "close"),
 }
 

@@ -30,9 +30,9 @@ def keys(*ids: VersionId, run_id: str = RUN) -> list[RecordKey]:
 
 
 def ids_of(
-    base: VersionId, *ranks: list[RecordKey], **rollback_run: tuple[int, int]
+    base: VersionId, *ranks: list[RecordKey], **rollback: tuple[int, int]
 ) -> list[VersionId]:
-    return [key.id for key in chain_from(base, ranks, **rollback_run)]
+    return [key.id for key in chain_from(base, ranks, **rollback)]
 
 
 def test_the_rank_with_the_shortest_journal_ends_it() -> None:
@@ -70,9 +70,9 @@ def test_it_continues_through_runs_and_the_newer_one_counts() -> None:
 
 def test_records_that_a_rollback_gave_up_do_not_count() -> None:
     first = keys(v(4), v(5), v(6), v(7))
-    assert ids_of(v(4), first, rollback_run=(2, 4)) == []
-    assert ids_of(v(4), first, rollback_run=(2, 6)) == [v(5), v(6)]
-    assert ids_of(v(4), first, rollback_run=(1, 0)) == [v(5), v(6), v(7)]
+    assert ids_of(v(4), first, rollback=(2, 4)) == []
+    assert ids_of(v(4), first, rollback=(2, 6)) == [v(5), v(6)]
+    assert ids_of(v(4), first, rollback=(1, 0)) == [v(5), v(6), v(7)]
 
 
 def test_files_before_the_versions_that_stay_are_outdated() -> None:
