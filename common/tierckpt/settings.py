@@ -240,7 +240,7 @@ class Arguments(Settings, total=False):
 
 def with_settings(taker: Taker) -> Taker:
     """Decorate a class or function that takes `Settings`: `help()` of it explains each of them."""
-    taker.__doc__ = f"{inspect.cleandoc(taker.__doc__ or '')}\n\n{SETTINGS}\n{_in_words()}"
+    taker.__doc__ = f"{inspect.cleandoc(taker.__doc__ or '')}\n\n{SETTINGS}\n{_described()}"
     return taker
 
 
@@ -249,7 +249,7 @@ SETTINGS = "Settings:"
 
 
 @functools.cache
-def _in_words() -> str:
+def _described() -> str:
     """Each setting with its type, meaning and default, from the text of this module, which Python
     drops."""
     try:

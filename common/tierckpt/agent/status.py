@@ -343,7 +343,7 @@ class StallWatch:
             return []
         if inline is not None:
             self._asked_seconds = now
-            return self._heard(inline.status(), now)
+            return self._answered(inline.status(), now)
         if self._question is None:  # None again: no agent listens, it starts or ends
             self._asked_seconds, self._question = now, place.connect_as_watcher()
             return []
@@ -352,7 +352,7 @@ class StallWatch:
             self.close()
             self._asked_seconds = now - ASK_SECONDS
             if answer is not None:
-                return self._heard(answer, now)
+                return self._answered(answer, now)
             self.stalls.pop(AGENT, None)  # it has ended, which is reported
             return []
         busy = pid is not None and _waits_for_core(pid)
@@ -374,7 +374,7 @@ class StallWatch:
             self._question.close()
             self._question = None
 
-    def _heard(self, status: AgentStatus, now: float) -> list[Problem]:
+    def _answered(self, status: AgentStatus, now: float) -> list[Problem]:
         changes = self._continues(AGENT, now)
         task = {task.level: str(task.id) for task in status.tasks}
         found = {LOCAL: (status.local_quiet_seconds, task.get(LOCAL, ""))}

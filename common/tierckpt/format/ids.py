@@ -147,7 +147,7 @@ def newest_first(
 def newest_lineage(
     known: Mapping[VersionId, Lineage], rollback: tuple[int, int] = NO_RUN
 ) -> Lineage:
-    """Return the lineage of the newest version, continued by `rollback` if that is newer (see
+    """Return the lineage of the newest version, continued by `rollback` if newer (see
     `newest_first`); empty without versions."""
     newest = max(known, default=None)
     if newest is None:

@@ -260,11 +260,11 @@ class RestoreNotices:
             level=level,
             nbytes=result.nbytes,
             seconds=result.seconds,
-            message=self._in_words(result, level, refused),
+            message=self._summary(result, level, refused),
             severity=logging.INFO if self._rank == 0 else logging.DEBUG,
         )
 
-    def _in_words(self, result: Restored, level: str, refused: int) -> str:
+    def _summary(self, result: Restored, level: str, refused: int) -> str:
         if result.partial is not None:
             return f"a fresh start with parts ({result.partial.of_parts}) of {result.forked_from}"
         if not level and refused:

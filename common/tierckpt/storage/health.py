@@ -101,10 +101,10 @@ def check_directory(need: Need) -> str:
             return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; free space"
         return _write_and_read(path)
     except OSError as error:
-        return f"{path}: {_in_words(error, need)}"
+        return f"{path}: {_reason(error, need)}"
 
 
-def _in_words(error: OSError, need: Need) -> str:
+def _reason(error: OSError, need: Need) -> str:
     """The error without the name of the temporary file."""
     above = os.path.dirname(os.path.abspath(need.path))
     kinds = {

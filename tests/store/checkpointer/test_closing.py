@@ -400,8 +400,8 @@ def test_a_collective_call_is_refused_in_an_event_callback(
         job.checkpointer._log.add_callback(on_event)
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
-        amid_training = {*refused}
-    (text,) = amid_training
+        while_training = {*refused}
+    (text,) = while_training
     assert "in the callback of an event" in text
     assert back_from(path, settings)[2] == course[STEPS]
 
