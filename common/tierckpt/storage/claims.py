@@ -671,10 +671,10 @@ def words_for(newer: Sequence[Sibling], here: str, found: VersionId | None) -> s
     these versions unused, with advice. Pure. `here` is the value of `{node}`."""
     first, more = newer[0], len(newer) - 1
     others = f" ({more} more folders there have newer versions than this run)" if more else ""
-    continues = f"continues from {found}" if found else "starts from the beginning"
+    course = f"continues from {found}" if found else "starts from the beginning"
     return (
         f"{first.directory} has {first.newest} of this job{others}, and no node of this run is "
-        f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this run {continues}. "
+        f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this run {course}. "
         f"To continue from {first.newest}: end this job and restart it with node={first.node!r} "
         "(TIERCKPT_NODE), or give nodes permanent names. With peer_redundancy a node with a new "
         "name can rebuild the shards of a lost node"
