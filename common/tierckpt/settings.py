@@ -83,8 +83,8 @@ class Settings(TypedDict, total=False):
     `"SIGTERM,SIGUSR1"`."""
     halt_notices: str
     """Cloud with notices that it takes this machine away, which cause a last checkpoint and the
-    end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service,
-    `aws http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
+    end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
+    http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
     halt_patience_seconds: float
     """A process that received SIGTERM, and passes no boundary for this time (and for twice its
     longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
