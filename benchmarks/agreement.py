@@ -91,7 +91,8 @@ def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None
     one.block(steps, "gloo")
     found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
     for turn in range(rounds):
-        # Each kind goes first in turn: a machine that slows down would affect the last one most.
+        # The kinds take turns to go first: a machine that slows down would affect the last one
+        # most.
         for kind in (*KINDS[turn % 3 :], *KINDS[: turn % 3]):
             found[kind].append(one.block(steps, kind))
     for kind in KINDS:

@@ -38,7 +38,10 @@ from lib.step_models import cnn, deep, mlp
 from lib.terminal import parser_of
 
 PARTS = {
-    "step hook": ("hooks.iterations:Hooks._before_any_step", "hooks.iterations:Iterations.begins"),
+    "step hook": (
+        "hooks.iterations:Hooks._before_any_step",
+        "hooks.iterations:Iterations.step_starts",
+    ),
     "step()": ("checkpointer.checkpointer:Checkpointer.step",),
     "hooks at the boundary": (
         "hooks.iterations:Hooks.called",
@@ -70,7 +73,7 @@ PARTS = {
     "open": (
         "checkpointer.loop:CheckpointerCore._open_snapshot",
         "checkpointer.loop:ActiveSnapshot.take",
-        "checkpointer.loop:ActiveSnapshot.begin",
+        "checkpointer.loop:ActiveSnapshot.start",
     ),
     "does the plan fit": ("snapshot.copy_plan:CopyPlan.fits",),
     "counters": ("snapshot.copy_plan:CopyPlan.counters",),

@@ -92,7 +92,7 @@ class Bench:
     """A training for each case, one after the other.
 
     The same processes make the plain steps, with a loop that calls no boundary: two trainings that
-    do the same work differ by more than a budget. While work that a block began is still under way,
+    do the same work differ by more than a budget. While work of a block is still under way,
     plain steps are in the wake of the block: their extra time is charged to the block.
     """
 

@@ -164,7 +164,7 @@ def _blosc2(item_bytes: int) -> Iterator[Both]:
 
 
 def measure(contents: dict[str, bytes], rounds: int) -> list[Row]:
-    """Run all codecs in turn, so that other load of the machine affects all of them equally."""
+    """Alternate the codecs, so that other load of the machine affects all of them equally."""
     pairs = []
     for content, data in contents.items():
         blocks = [data[low : low + BLOCK_BYTES] for low in range(0, len(data), BLOCK_BYTES)]

@@ -164,7 +164,7 @@ def watched(run: Callable[[], object]) -> tuple[Cost, float]:
     worker.start()
     longest, last = 0.0, time.perf_counter()
     while worker.is_alive():
-        time.sleep(0.0005)  # releases the GIL, and needs it again to go on
+        time.sleep(0.0005)  # releases the GIL, and needs it again to continue
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
     worker.join()

@@ -1,4 +1,4 @@
-"""How much does a version save that is stored as its difference to an earlier one?
+"""How much does a version save as its difference to an earlier one?
 
     python benchmarks/deltas.py --toy
     python benchmarks/deltas.py --json deltas.json
@@ -203,7 +203,7 @@ def blocks(data: bytes) -> list[bytes]:
 def measure(
     size: Size, phases: Sequence[str], versions: dict[int, Contents], level: int, rounds: int
 ) -> list[Row]:
-    """Run all ways in turn, so that other load of the machine affects all of them equally."""
+    """Alternate the ways, so that other load of the machine affects all of them equally."""
     jobs = [
         (Row(phase, kind, d, way.name, len(versions[at][kind])), way, at)
         for phase, at in ((phase, size.step_of(phase)) for phase in phases)
@@ -262,7 +262,7 @@ class Load:
 
 def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -> list[Load]:
     """Store the late version and, as a difference to it, that of 100 steps later, `copies` times
-    side by side; then load both in turn."""
+    side by side; then load both by turns."""
     nbytes = len(versions[size.late]["weights"])
     model = torch.nn.ParameterList(torch.zeros(nbytes // 4) for _ in range(copies))
     adam = torch.optim.AdamW(model.parameters(), lr=0.0)

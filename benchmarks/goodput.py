@@ -19,8 +19,8 @@ ours-run       the same under torchrun and `tierckpt run`
 
 Ranks are forked from a process that has imported torch and made the model, so start-up does not
 count, except in the last two; meeting, finding, reading and loading the state count. After a
-death all ranks start again. A rank that is just being started is killed as soon as it runs. DCP's
-daemon process is left out: it imports torch in each run.
+death all ranks start again. A starting rank is killed as soon as it runs. DCP's daemon process is
+left out: it imports torch in each run.
 
 Each method has the best interval for its cost of a version, by Daly's formula. The cost is
 `--cost`, or the median of `--rounds` pairs of blocks with and without versions, and at least the

@@ -16,7 +16,7 @@ step         a step of the blocks with it, its part of the last wait included, m
 slower       the difference by round, median and range
 MB a step    bytes in files, of both ranks
 
-A block with it begins after a version that is on disk (with `--copies`: protected). The restored
+A block with it starts after a version on disk (with `--copies`: protected). The restored
 parameters must be equal. For a slower disk, run it in a control group with a limit of write_bps.
 """
 
@@ -90,7 +90,7 @@ class Side:
         self.events: list[Any] = []
         self.protects = "peer_redundancy" in SETTINGS[way]
         self.base = 0
-        """The version with which the last recorded block began."""
+        """The version with which the last recorded block started."""
         places = {"path": self.folder}
         if self.protects:
             places = {"path": self.folder / "{node}", "node": f"node{dist.get_rank()}"}
@@ -147,7 +147,7 @@ class Side:
         call(self.ckpt._parts.pause)
 
     def bytes_a_step(self) -> int:
-        """Bytes on disk of one step, of all ranks; those since the last block began."""
+        """Bytes on disk of one step, of all ranks; those since the last block started."""
         version = self.ckpt.version
         if self.way == VERSIONS:
             files = self.folder.glob(f"v{version:010d}*.safetensors")

@@ -61,7 +61,7 @@ UNTIMED_STEPS = 2
 
 
 def chosen(names: Sequence[str]) -> list[Level]:
-    """Return the levels whose names begin with one of `names`."""
+    """Return the levels with names that start with one of `names`."""
     return [level for level in LEVELS if level.name.startswith(tuple(names))]
 
 

@@ -253,7 +253,7 @@ def measure(options: argparse.Namespace, server: Server, folder: Path) -> Iterat
 
 @contextmanager
 def chosen_server(options: argparse.Namespace, folder: Path) -> Iterator[Server]:
-    """The server of --endpoint, with the keys in the environment; else one that is started."""
+    """The server of --endpoint, with the keys in the environment; else a started one."""
     if options.endpoint is None:
         with toy_server(folder) as server:
             yield server

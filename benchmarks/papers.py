@@ -9,7 +9,7 @@ Results go to benchmarks/results/papers-NAME.json: each run replaces the rows th
 that a table can be measured in pieces. A toy's results go nowhere unless --json names a file.
 
 lib/published.toml has the published values with their sources. The image models need torchvision,
-the language models transformers. A package that is missing is an error at the start; --toy without
+the language models transformers. A missing package is an error at the start; --toy without
 a NAME says which papers it leaves out for that. Inputs are random, and nothing is downloaded.
 Every verdict is by one rule (lib/papers/rule.py), and needs three visits to a quiet machine.
 

@@ -28,7 +28,7 @@ peak MB    peak memory of a rank, with the restored state, without mapped files 
 
 `--kill N`: rank 1 kills itself N times in a job under torchrun, and under `tierckpt run`, with a
 version to memory at every step. *total* runs from a SIGKILL to the end of the next step on rank
-0: *started* (others ended, the script begins), *imported*, *met* (process group), *built* (model,
+0: *started* (others ended, the script starts), *imported*, *met* (process group), *built* (model,
 DDP, optimizer), *attached*, *restored*, *stepped*. The first kill does not count. Elastic Horovod
 (its own commits) and NVIDIA's in-process wrapper (Tierckpt's checkpoints, a reserve rank a kill)
 follow where they are installed; rank 0 survives there, and *started* ends with its return to the
@@ -118,7 +118,7 @@ def verdicts(bench: Bench) -> Iterator[str]:
 
 
 def measure(options: argparse.Namespace, folder: Path, memory: Path) -> Bench:
-    """Measure all ways for one size and number of ranks, in turn."""
+    """Measure all ways for one size and number of ranks, by turns."""
     bench = Bench(options, folder, memory)
     bench.leave()
     for number in range(options.rounds + (not options.toy)):

@@ -3,7 +3,7 @@
     python benchmarks/routed.py --toy
     python benchmarks/routed.py --json routed.json
 
-One process writes a file of random bytes in three ways, in turns, to a disk that is idle.
+One process writes a file of random bytes in three ways, in turns, to an idle disk.
 
 program waits  until the rename of a file, with or without fsync; for *routed* until the version's
                end, when it is in memory; median and range
@@ -31,8 +31,8 @@ SHM = Path("/dev/shm")
 
 @dataclass
 class Row:
-    """One way to write a file. waits: seconds until the program goes on. durable: seconds until the
-    file is on disk; None if it never is, as far as the program knows."""
+    """One way to write a file. waits: seconds until the program continues. durable: seconds until
+    the file is on disk; None if it never is, as far as the program knows."""
 
     way: str
     waits: Spread | None = None

@@ -128,7 +128,7 @@ def main() -> None:
     options = arguments(sys.argv[1:], str(__doc__))
     clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
-    # A killed method cannot clean up its shared memory, so that is a temporary folder as well.
+    # A killed method cannot clean up its shared memory, so it is a temporary folder as well.
     with temporary(parent) as directory, temporary(SHARED_MEMORY) as memory:
         about = {**machine.description(directory), "settings": settings(options)}
         bench = Bench(options, directory, memory)

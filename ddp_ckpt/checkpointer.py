@@ -142,16 +142,16 @@ class DDPAdapter(PlainAdapter):
     def step_completed(self, label: str) -> bool:
         """True. The first boundary may come after many steps."""
         if not self.handle.version:
-            self._begin_iteration()
+            self._start_iteration()
         return True
 
     def boundary_passed(self, agreed_vote: int) -> None:
         """Start a new iteration of the gradient means."""
-        self._begin_iteration()
+        self._start_iteration()
 
-    def _begin_iteration(self) -> None:
+    def _start_iteration(self) -> None:
         for hook in self._hooks.values():
-            hook.begin_iteration()
+            hook.start_iteration()
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
         """The parameters that were frozen when their DDP module was made, and are trained now."""
@@ -179,7 +179,7 @@ class DDPAdapter(PlainAdapter):
         """Give the communication hooks back."""
         if hasattr(self, "handle"):
             for hook in self._hooks.values():
-                hook.let_go_of(self.handle.release)
+                hook.detach_from(self.handle.release)
 
 
 def _refuse_hooks(
@@ -276,9 +276,9 @@ def wrap(
     """Add checkpoints to a script without a change of its loop.
 
     Call it in one line after the optimizer, or after the scheduler if there is one; pass the
-    scheduler in `extra`, otherwise it restarts from its beginning. The loop starts at the iteration
-    that the script sets; with a `ResumableLoader` in `extra_per_rank` it continues with the next
-    batch.
+    scheduler in `extra`, otherwise it restarts from its first value. The loop starts at the
+    iteration that the script sets; with a `ResumableLoader` in `extra_per_rank` it continues with
+    the next batch.
 
     Takes one optimizer, or all optimizers of the job as a sequence or a dict, and returns its
     argument: optimizers keep the type that schedulers and scalers expect. The attribute

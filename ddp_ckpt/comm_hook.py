@@ -136,7 +136,7 @@ class GradientGroups:
     """Calls `on_group` in each backward pass that DDP reduces, once per group.
 
     A group is about as large as one of DDP's buckets, and has neighbours in the order of the
-    parameters. One hook is on its first parameter, whose gradient usually comes last: right before
+    parameters. One hook is on its first parameter: its gradient usually comes last, right before
     DDP's own hooks launch the reduction. A hook in the place of DDP's reduction would take 0.4 ms
     of CPU time a pass: the lock of the interpreter goes to a thread of gloo and back for every
     bucket.
@@ -278,7 +278,7 @@ class GradientMean:
         """Parameters with gradients that the newest first pass of an iteration divided."""
         self._resumed: set[int] = set()
         """Parameters with gradients that the next pass divides although they are new."""
-        self._begins = self._records = True
+        self._is_first = self._records = True
         self._watches = self.depends_on_kept(ddp)
         if self._watches:
             watch_gradients(ddp.module.parameters(), self.watch)
@@ -313,7 +313,7 @@ class GradientMean:
 
     def _scale_parts(self, bucket: GradBucket) -> None:
         if bucket.index() == 0:
-            self._records, self._begins = self._begins, False
+            self._records, self._is_first = self._is_first, False
             if self._records:
                 self._divided = set()
         buffer, params = bucket.buffer(), bucket.parameters()
@@ -341,9 +341,9 @@ class GradientMean:
         # Not accumulated since the last reduction: a gradient that exists is the view of that time.
         return param.grad is not None
 
-    def begin_iteration(self) -> None:
+    def start_iteration(self) -> None:
         """Mark the next pass as the first of an iteration."""
-        self._begins = True
+        self._is_first = True
 
     def divided(self) -> list[int]:
         """Numbers of the parameters with gradients that an iteration's first pass divides."""
@@ -353,7 +353,7 @@ class GradientMean:
         """Let the next pass divide the gradients of these parameters, as in a run without a
         restart: gradients that the loop keeps between iterations are new after a restart."""
         self._storage.clear()
-        self._begins = True
+        self._is_first = True
         if self._watches:
             self._resumed = set(divided)
 
@@ -389,7 +389,7 @@ class UnevenInputs:
         self.joins = False
         """True until all ranks have left `join()`; DDP's own mark stays set for ever."""
 
-    def begin(self, **settings: Any) -> JoinHook:
+    def start(self, **settings: Any) -> JoinHook:
         """Replacement of DDP's `join_hook`."""
         ddp = self._ddp
         theirs: JoinHook = type(ddp).join_hook(ddp, **settings)
@@ -443,7 +443,7 @@ class ReleaseHook:
         """True if a checkpointer gave it; else the user registered it with the module."""
         self.release: Release = _release_nothing
         self.chained: Callable[[Any], None] = _look_at_nothing
-        """Called with the state of a hook that is chained."""
+        """Called with the state of a chained hook."""
         self._ddp = ddp
         # DDP keeps the parameters it was made with. A walk of its modules at every boundary would
         # take longer than all other work for the buckets there.
@@ -467,7 +467,7 @@ class ReleaseHook:
         for name, chain in (
             ("register_comm_hook", self._register),
             ("_register_builtin_comm_hook", self._register_built_in),
-            ("join_hook", self._uneven.begin),
+            ("join_hook", self._uneven.start),
         ):
             setattr(ddp, name, _Instead(self, name, chain))
         if not self._may_leave_it_to_ddp():
@@ -555,11 +555,11 @@ class ReleaseHook:
             self._groups.close()
             self._groups = None
 
-    def begin_iteration(self) -> None:
-        """An iteration begins: its first pass is the one of `GradientMean`."""
+    def start_iteration(self) -> None:
+        """An iteration starts: its first pass is the one of `GradientMean`."""
         self._arrivals.stop_if_over()
         if self._mean is not None:
-            self._mean.begin_iteration()
+            self._mean.start_iteration()
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> ReleaseHook | None:
@@ -657,8 +657,8 @@ class ReleaseHook:
         trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]
         # An embedding with sparse gradients accepts no dense zero gradient.
         sparse = any(getattr(m, "sparse", False) is True for m in ddp.module.modules())
-        begun = self._passes or self._arrivals.reduced
-        if not self._makes_final_ones() or sparse or begun or sorted(order) != trained:
+        started = self._passes or self._arrivals.reduced
+        if not self._makes_final_ones() or sparse or started or sorted(order) != trained:
             return
         self._take_over()
         self._priming = True
@@ -679,7 +679,7 @@ class ReleaseHook:
         if self._mean is not None:
             self._mean.resume(divided)
 
-    def let_go_of(self, release: Release) -> None:
+    def detach_from(self, release: Release) -> None:
         """Detach from a closed checkpointer, unless another one has taken the hook: the module
         outlives its checkpointers."""
         if self.release == release:

@@ -11,8 +11,8 @@ iteration each rank first launches the operations that only other ranks have lau
 Pending gradients: gradients that exist at a boundary and that no step has used yet.
 
 With several backward passes per step, a boundary of one optimizer may lie between the passes of
-another one. A version contains no gradients, so a run that is resumed from there would continue
-without them. So no rank takes a version at a boundary where some rank has pending gradients.
+another one. A version contains no gradients, so a run resumed from there would continue without
+them. So no rank takes a version at a boundary where some rank has pending gradients.
 
 But some loops drop such gradients before a step could use them: if a GAN's generator is trained
 through the discriminator, `netD.zero_grad()` comes before the discriminator's next pass. The
@@ -88,7 +88,7 @@ def is_horovod(optimizer: Any) -> bool:
 
 
 def is_plain(label: str, optimizer: Any) -> str:
-    """Describe an optimizer that is not Horovod's, for error messages."""
+    """Describe an optimizer not of Horovod, for error messages."""
     kind = type(optimizer)
     return (
         f"optimizer {label!r} is a {kind.__name__} of {kind.__module__}, not a result of "
@@ -170,11 +170,11 @@ class Launch:
     """Horovod's names of the parameters."""
     grouped: bool
     sparse_dims: int = 0
-    """Number of dimensions with indices, for a sparse gradient that is reduced by a gather of its
-    indices and its values. 0: a dense gradient."""
+    """Number of dimensions with indices, for a sparse gradient reduced by a gather of its indices
+    and its values. 0: a dense gradient."""
 
     def zeros(self, param: torch.Tensor) -> torch.Tensor:
-        """A zero gradient of the parameter that is reduced in the same way."""
+        """A zero gradient of the parameter, reduced in the same way."""
         if not self.sparse_dims:
             return torch.zeros_like(param)
         indices = param.new_empty((self.sparse_dims, 0), dtype=torch.int64)
@@ -275,7 +275,7 @@ class Reductions:
         params = self._optimizer._allreduce_delay
         return [(param, param.grad) for param in params if param.grad is not None]
 
-    def step_begins(self) -> bool:
+    def step_starts(self) -> bool:
         """Note that a pre-hook runs; True if no weights change before the next pre-hook."""
         self._entered += 1
         optimizer = self._optimizer
@@ -314,8 +314,8 @@ class Reductions:
         launched = _launches_of(self._optimizer)
         gathered: list[Counter[Launch]] = group.all_gather_object(launched)
         missing = functools.reduce(operator.or_, gathered) - launched
-        # Handles are numbers, which Horovod reuses after a new start: a handle that is left from an
-        # earlier run of an elastic job may belong to another operation now.
+        # Handles are numbers, which Horovod reuses after a new start: a handle left from an earlier
+        # run of an elastic job may belong to another operation now.
         names_here = {launch.names for launch in launched}
         open_handles = self._optimizer._handles.items()
         handles = [h for key, (h, _) in open_handles if _names(self._optimizer, key) in names_here]
@@ -442,8 +442,8 @@ class PendingGradients:
         self._left = self._look()
         return not all(map(self._drops, self._left))
 
-    def step_begins(self, name: str) -> bool:
-        """Note that an optimizer's step begins; True if it uses gradients that were assumed to be
+    def step_starts(self, name: str) -> bool:
+        """Note that an optimizer's step starts; True if it uses gradients that were assumed to be
         dropped."""
         left = self._left.pop(name, None)
         if left is None:
@@ -597,17 +597,17 @@ class HorovodAdapter(PlainAdapter):
     # --- steps ---------------------------------------------------------------------------------
 
     def step_class(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-        """The optimizer's own class, whose `step` Horovod's calls at its end."""
+        """The optimizer's own class: Horovod's step calls its `step` at the end."""
         return type(optimizer).__mro__[1 if is_horovod(optimizer) else 0]
 
     def before_step(self, label: str) -> bool:
         """False for Horovod's outer step, which first waits for reductions."""
-        if self._pending_gradients.step_begins(label):
+        if self._pending_gradients.step_starts(label):
             text = USED.format(name=label, version=self.handle.version)
             self.handle.give_up(text)
             self.handle.notice(text, logging.WARNING)
         reductions = self._reductions.get(label)
-        return reductions is None or not reductions.step_begins()
+        return reductions is None or not reductions.step_starts()
 
     def reads_gradients(self, label: str) -> bool:
         """False for Horovod's outer step."""
@@ -660,13 +660,12 @@ class HorovodAdapter(PlainAdapter):
         self.handle.notice_of_all(text, logging.WARNING)
 
     def _names(self) -> str:
-        """The optimizers between passes, in words; there may be none on this rank."""
+        """The optimizers between passes, as text; there may be none on this rank."""
         return some(self._pending_gradients.names) or "an optimizer"
 
     @contextlib.contextmanager
     def saving_now(self) -> Iterator[None]:
-        """Note which gradients the version that is taken now does not have. Entering is
-        collective."""
+        """Note which gradients a version taken now does not have. Entering is collective."""
         self._cut = self._missing_gradients()
         try:
             yield
@@ -746,7 +745,7 @@ class Checkpointer(tierckpt.Checkpointer):
     """Checkpoints a model that Horovod trains; see `tierckpt.Checkpointer` for the rest.
 
     Args:
-        model: the module that is trained.
+        model: the trained module.
         optimizer: the result of `hvd.DistributedOptimizer`: one, a sequence, or a dict. There may
             also be plain optimizers among them, for parameters that are each rank's own.
         settings: `extra` and the other arguments of `tierckpt.Checkpointer`, and all settings.
@@ -898,7 +897,7 @@ def DistributedOptimizer(
     Args:
         optimizer: the optimizer to distribute.
         args: Horovod's positional arguments.
-        model: the module that is trained. May be left out if `named_parameters` comes directly
+        model: the trained module. May be left out if `named_parameters` comes directly
             from the whole module's `named_parameters()`.
         restore: restore the newest version at once.
         close_at_exit: take a final checkpoint when the script ends without an exception.
@@ -945,7 +944,7 @@ def find_model(args: Sequence[Any], settings: Mapping[str, Any]) -> torch.nn.Mod
 
 
 def _model_of(named: Any) -> torch.nn.Module:
-    """The module whose method `named_parameters()` returned this unused generator.
+    """The module of the `named_parameters()` that returned this unused generator.
 
     A checkpoint needs the module's buffers, but Horovod receives only parameters. The generator has
     a reference to the module. Raises ConfigError for anything else, and for a part of a model.

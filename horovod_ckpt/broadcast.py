@@ -201,7 +201,7 @@ class Untouched:
         return [tensor for name, tensor in given.items() if name not in anywhere]
 
     def _tensors(self) -> Named:
-        """Parameters, buffers, and optimizer state that is each rank's own, by name."""
+        """Parameters, buffers, and optimizer state of each rank's own, by name."""
         state = self._checkpointer.adapter.handle.state
         found: Named = dict(named_parameters(state.model) + named_buffers(state.model))
         known = {id(tensor) for tensor in found.values()}

@@ -1,4 +1,4 @@
-"""Elastic Horovod: a state object whose commits go through our levels.
+"""Elastic Horovod: a state object with commits through our levels.
 
 ::
 
@@ -71,7 +71,7 @@ from .broadcast import send_loose_parameters, send_model, send_optimizer_state, 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
-NOTHING_HEARD = 1
+NO_NEWS = 1
 RARE_SECONDS = 1.0
 """If commits are further apart than this, each asks for new hosts at once: a broadcast costs little
 compared with the interval, and the next commit would be too late."""
@@ -104,7 +104,7 @@ class ElasticAdapter(HorovodAdapter):
         super().__init__(model, optimizer)
         self._is_quiet = is_quiet
         self.agreed_vote = 0
-        """NOTHING_HEARD if all ranks voted so at the previous boundary."""
+        """NO_NEWS if all ranks voted so at the previous boundary."""
         self.passed_over = False
         """The last commit was no boundary."""
         self._voted_seconds = float("-inf")
@@ -112,10 +112,10 @@ class ElasticAdapter(HorovodAdapter):
         """True if the loop changes weights after commits: each commit returns after the copy."""
 
     def vote(self) -> int:
-        """NOTHING_HEARD, or 0 if commits are rare or a host joins or leaves."""
+        """NO_NEWS, or 0 if commits are rare or a host joins or leaves."""
         now, before = time.monotonic(), self._voted_seconds
         self._voted_seconds = now
-        return NOTHING_HEARD if self._is_quiet() and now - before < RARE_SECONDS else 0
+        return NO_NEWS if self._is_quiet() and now - before < RARE_SECONDS else 0
 
     def boundary_passed(self, agreed_vote: int) -> None:
         """Keep the smallest vote of all ranks."""
@@ -198,7 +198,7 @@ def left_by(handle: Handle, condition: Condition) -> Survivors:
 
 def best_of(by_rank: Sequence[Survivors | None]) -> tuple[int, Survivors] | None:
     """The rank with the best live state, and that state; None if no rank has one. If several ranks
-    have it, the first one that is not odd."""
+    have it, the first one not odd."""
     live = max(filter(None, by_rank), default=None)
     if live is None:
         return None
@@ -264,7 +264,7 @@ class Attributes:
         named = self._named(self._objects)
         return {n: v.position if isinstance(v, ResumableSampler) else v for n, v in named.items()}
 
-    def deal_anew(self) -> None:
+    def deal_again(self) -> None:
         """Have samplers deal the rest of the epoch to the current ranks."""
         for sampler in self._named(self._objects).values():
             if isinstance(sampler, ElasticSampler):
@@ -288,7 +288,7 @@ class Attributes:
     def broadcast_settings(self, root: int) -> None:
         """Send the settings of `root` that reset callbacks may change: options of parameter groups,
         objects (a schedule computes the next rates from its state), and plain values. Collective.
-        State that is each rank's own (buffers, random streams) stays."""
+        State of each rank's own (buffers, random streams) stays."""
         for name, optimizer in self.optimizers.items():
             groups = [_options(group) for group in optimizer.param_groups]
             for group, options in zip(
@@ -308,7 +308,7 @@ class Attributes:
 
 
 def refuse_names(given: Iterable[str], own: Iterable[str]) -> None:
-    """Raise ConfigError for a name that is one of TorchState's `own`."""
+    """Raise ConfigError for a name among TorchState's `own`."""
     for name in given:
         if name in own:
             raise ConfigError(_taken(name, "TorchState"))
@@ -354,7 +354,7 @@ UNSOUND = (
     "the disks or the persistent level of the lost nodes; otherwise it starts afresh. With "
     "peer_redundancy or persistent_path a version would exist elsewhere"
 )
-GOES_ON_ALIKE = (
+CONTINUES_EQUAL = (
     "replicas differed when hosts joined or left (see the event `drifted`, which has the old rank "
     "numbers). All ranks continue from the state of rank {rank}, which is one of the majority if "
     "more than half of the ranks were equal. Versions from here on are not suspect"
@@ -369,12 +369,12 @@ class TorchState(State):  # type: ignore[misc]
     """Drop-in for `hvd.elastic.TorchState`.
 
     Args:
-        model: the module that is trained.
+        model: the trained module.
         optimizer: the result of `hvd.DistributedOptimizer`.
         tierckpt: settings of the Checkpointer, as in `tierckpt.Checkpointer`.
         kwargs: modules and optimizers (further ones, or all), under any names that are not
             TorchState's own; objects with `state_dict`/`load_state_dict` (an ElasticSampler, a
-            schedule); a `tierckpt.ResumableSampler`, whose samples are dealt to the current ranks;
+            schedule); a `tierckpt.ResumableSampler`, with its samples dealt to the current ranks;
             and plain values (`epoch=0`). All become attributes. Values must be of JSON's types or
             tensors; nothing is pickled.
 
@@ -391,9 +391,9 @@ class TorchState(State):  # type: ignore[misc]
     The attribute `checkpointer` is the Checkpointer over the current ranks; `restored` is the
     result of the last `sync()` or `restore()`.
 
-    Raises ConfigError without a module and an optimizer, or for a name that is TorchState's own,
+    Raises ConfigError without a module and an optimizer, or for a name of TorchState's own,
     and UnsupportedStateError for a value that cannot be stored. If a value becomes unsupported
-    later, commits fail, each with an event, and the job goes on.
+    later, commits fail, each with an event, and the job continues.
     All methods are for the training thread, and all ranks make the same calls.
     """
 
@@ -414,7 +414,7 @@ class TorchState(State):  # type: ignore[misc]
         self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
         self._live: Survivors | None = None
-        """The live state while there is no checkpointer; None before training began."""
+        """The live state while there is no checkpointer; None before training started."""
         self._was_reset = False
         """True if reset callbacks are still to be called."""
         refuse_names(kwargs, {*dir(TorchState), *vars(self), "_attributes", "_close"})
@@ -462,7 +462,7 @@ class TorchState(State):  # type: ignore[misc]
         adapter = None if self.checkpointer is None else self.checkpointer.adapter
         if adapter is not None and adapter.passed_over:
             return
-        if adapter is None or adapter.agreed_vote != NOTHING_HEARD:
+        if adapter is None or adapter.agreed_vote != NO_NEWS:
             self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -498,7 +498,7 @@ class TorchState(State):  # type: ignore[misc]
     def sync(self) -> None:
         """Bring all ranks to the same state. Collective.
 
-        If ranks joined or left without a failure, that is a live state; else the newest version,
+        If ranks joined or left without a failure, it is a live state; else the newest version,
         from the cheapest level. If no level has a version, it is the state of rank 0 at a fresh
         start, or the live state of a remaining rank, and an event reports that it is not exact.
 
@@ -512,7 +512,7 @@ class TorchState(State):  # type: ignore[misc]
         try:
             self.restored = self._bring_together(ckpt)
             ckpt.adapter.handle.state.drop_gradients()  # a new rank has none
-            self._attributes.deal_anew()
+            self._attributes.deal_again()
             self._call_back(ckpt)
         except BaseException:  # for example another rank was lost; Horovod calls this again
             self._live = left_half_way(ckpt.adapter.handle, self._live)
@@ -534,8 +534,8 @@ class TorchState(State):  # type: ignore[misc]
             callbacks=self._callbacks,
             **{"boundary": "explicit", **_defaults(), **self._settings},
         )
-        # After the constructor's checks: a value that is unsupported now was reported at each
-        # commit, and the restored values are sound.
+        # After the constructor's checks: a value unsupported now was reported at each commit, and
+        # the restored values are sound.
         checkpointer.register(PLAIN_VALUES, held.values)
         return checkpointer
 
@@ -573,7 +573,7 @@ class TorchState(State):  # type: ignore[misc]
             self._live = live
         ckpt.adapter.handle.carry_on(live.version, live.iteration, live.lineage)
         if drifted and ckpt.group.rank == 0:
-            text = GOES_ON_ALIKE.format(rank=root)
+            text = CONTINUES_EQUAL.format(rank=root)
             ckpt.adapter.handle.notice(text, logging.ERROR, live.version)
         return None
 
@@ -588,7 +588,7 @@ class TorchState(State):  # type: ignore[misc]
         except RestoreError as error:
             if not sound:
                 raise
-            # Nothing was changed, on any rank. A version that is unreachable now may come back; the
+            # Nothing was changed, on any rank. A version unreachable now may come back; the
             # live state would be lost if the job ended here.
             restored, why = Restored(0), f". A restore was tried first: {error.reason}"
         if not restored.levels:

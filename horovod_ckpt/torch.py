@@ -99,9 +99,9 @@ def _refuse_second(model: torch.nn.Module) -> None:
     if any(ckpt.adapter.handle.state.model is unwrap(model) for ckpt in open_ones):
         raise ConfigError(
             "this model has a checkpointer already, from an earlier call of DistributedOptimizer, "
-            "whose restore could not include a second optimizer. Make all optimizers with "
+            "and its restore could not include a second optimizer. Make all optimizers with "
             "horovod.torch.DistributedOptimizer and give them to horovod_ckpt.install, "
-            "{'name': optimizer, 'other name': ...}; to begin again, close() the attribute "
+            "{'name': optimizer, 'other name': ...}; to start again, close() the attribute "
             "`checkpointer` of the first"
         )
 

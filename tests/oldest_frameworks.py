@@ -15,7 +15,7 @@ from tests.support.packages import ROOT, Environment
 from tierckpt._version import ACCELERATE, LIGHTNING, PACKAGES, TRANSFORMERS
 
 FOLDER = ROOT / "build" / "oldest-frameworks"
-KILLED = "test_resuming.py::test_a_killed_job_goes_on_exactly"
+KILLED = "test_resuming.py::test_a_killed_job_resumes_exactly"
 TESTS = {
     LIGHTNING: [
         "tests/unit/lightning",

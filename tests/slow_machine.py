@@ -1,4 +1,4 @@
-"""Run a command as on a machine that is slow at random: two of its processes at a time are stopped
+"""Run a command as on a randomly slow machine: two of its processes at a time are stopped
 for a moment, again and again. Tests that depend on the pace of a process fail.
 
     python -m tests.slow_machine pytest -n 2 tests/crash
@@ -41,7 +41,7 @@ class SlowMachine:
             thread.start()
 
     def end(self) -> None:
-        """Stop nobody else. After this, all are awake."""
+        """Stop no other. After this, all are awake."""
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -63,7 +63,7 @@ class SlowMachine:
                 os.close(process)
 
     def _awake(self) -> list[int]:
-        """Processes of the command that nobody has stopped."""
+        """Processes of the command, not stopped."""
         ((name, token),) = self.environment.items()
         mark, found = f"{name}={token}".encode(), []
         for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -48,8 +48,8 @@ pip would bring {count} CUDA packages, several GB, and there is no GPU here.
 Choose one and run make again:
   - take a CPU build: PyTorch's page "Get started" shows the index to name for compute platform CPU;
     export TORCH_INSTALL_ARGS='--index-url <that index>'
-  - use a Python that has torch already: make PYTHON=/path/to/python, or, where that is a virtual
-    environment's, which is completed then: make VENV="$VIRTUAL_ENV"
+  - use a Python that has torch already: make PYTHON=/path/to/python, or, for that of a virtual
+    environment, which is completed then: make VENV="$VIRTUAL_ENV"
   - take the CUDA build all the same: export TORCH_INSTALL_ARGS='{torch}'"""
 
 NO_TOOLS = """\
@@ -103,7 +103,7 @@ def pip_install(python: Path, *arguments: str, progress: bool = False) -> bool:
 
 
 def uv_install(python: Path, *arguments: str) -> bool:
-    """Let uv install that beside the torch that is there; False if it cannot. uv sees only the
+    """Let uv install that beside the present torch; False if it cannot. uv sees only the
     environment's own packages, so it would download a second torch beside a shared one."""
     torch = output(python, "-c", OWN_TORCH)
     if not torch or not pip_install(python, "uv"):
@@ -115,7 +115,7 @@ def uv_install(python: Path, *arguments: str) -> bool:
 
 
 def make_venv(venv: Path) -> Path:
-    """A directory that is there is completed, never cleared: it may be the user's own."""
+    """An existing directory is completed, never cleared: it may be the user's own."""
     python = venv.absolute() / "bin" / "python"
     pip = pip_version(python)
     if pip is None:
@@ -161,7 +161,7 @@ def names_torch(word: str) -> bool:
 
 
 def install_torch(python: Path) -> None:
-    """What TORCH_INSTALL_ARGS says, else a torch that is there, else the tested version."""
+    """What TORCH_INSTALL_ARGS says, else a present torch, else the tested version."""
     chosen = shlex.split(os.environ.get("TORCH_INSTALL_ARGS", ""))
     if chosen:
         # Its words are not printed: an index's address may carry a password.

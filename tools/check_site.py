@@ -1,8 +1,8 @@
 """Check a built site: check_site.py FOLDER prints each problem, and ends with status 1 if any.
 
-A problem is a link to a file or an anchor that is not there, and anything that a browser would
-load from another host: a script, a style, a font, a picture, a frame. (Links to other hosts that a
-reader may click are none.) So the site works without a network, and no host learns of its readers.
+A problem is a link to a missing file or anchor, and anything that a browser would load from another
+host: a script, a style, a font, a picture, a frame. (Links to other hosts that a reader may click
+are none.) So the site works without a network, and no host learns of its readers.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def say(step: str) -> None:
     print(f"[horovod] {step}", flush=True)
 
 
-# --no-build-isolation: setup.py must see the torch that is installed.
+# --no-build-isolation: setup.py must see the installed torch.
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 ALONE = ("--no-deps", "--no-build-isolation")
 
@@ -58,7 +58,7 @@ def fetch(scratch: Path) -> Path:
 def build(target: Target, source: Path, scratch: Path, log: Path) -> Path:
     """Make the wheel in `scratch`, with a line of progress now and then; returns its path.
 
-    Everything pip and the compilers say goes to `log`, from its beginning. Raises NotPossible with
+    Everything pip and the compilers say goes to `log`, from its start. Raises NotPossible with
     the log's telling lines and what to do. Leaves no process behind unless it is killed itself.
     """
     jobs = job_count(len(os.sched_getaffinity(0)), available_bytes())

@@ -38,7 +38,7 @@ TELLING = re.compile(
     "|".join([r"\berror: ", "CMake Error", "undefined reference", *(c[0] for c in CAUSES)]),
     re.IGNORECASE,
 )
-# What pip, make and Python go on to say about an error, and pip's own code, which it prints then.
+# What pip, make and Python say next about an error, and pip's own code, which it prints then.
 ECHO = re.compile(
     r"CalledProcessError|subprocess-exited|Failed (building|to build)|\*\*\*"
     r"|Can not execute `setup.py`|except ImportError"
@@ -62,7 +62,7 @@ def telling_lines(log: str, count: int = 8, width: int = 200) -> list[str]:
 
 
 def cause(log: str) -> str:
-    """What is missing and what to do, in words; empty if the log does not tell."""
+    """What is missing and what to do, as text; empty if the log does not tell."""
     for pattern, words in CAUSES:
         if re.search(pattern, log):
             return words

@@ -26,7 +26,7 @@ SWITCHES = ("HOROVOD_GPU", "HOROVOD_CUDA", "HOROVOD_NCCL", "HOROVOD_BUILD_", "HO
 
 
 class NotPossible(Exception):
-    """Why there can be no Horovod here, and what to do about it, in words for the screen."""
+    """Why there can be no Horovod here, and what to do about it, as text for the screen."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def named_by(variable: str) -> str:
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler's command: CXX, else the first that is there."""
+    """The C++ compiler's command: CXX, else the first one found."""
     if chosen := named_by("CXX"):
         return os.environ["CXX"] if shutil.which(chosen) else None
     return next(filter(shutil.which, ("g++", "c++", "clang++")), None)

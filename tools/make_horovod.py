@@ -1,8 +1,8 @@
 """Make a Horovod that works with this Python's torch: make_horovod.py [--check] [--for-tests].
 
 Run by the Python that is to have it. Wheels are kept in the user's cache, each in a folder named
-after what it is bound to, and none that is known not to work. --check installs nothing: it tells
-what is there (status 1: nothing that works). --for-tests goes on without Horovod (status 0), and
+after what it is bound to, and none known not to work. --check installs nothing: it tells
+what is there (status 1: nothing that works). --for-tests continues without Horovod (status 0), and
 says loudly what that means.
 """
 
@@ -61,7 +61,7 @@ def starred(reason: NotPossible) -> str:
 
 
 @contextlib.contextmanager
-def in_words() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """What the system refuses (a full disk, a folder that can't be written) is a NotPossible."""
     try:
         yield
@@ -77,7 +77,7 @@ def main() -> None:
     # Like Ctrl-C: compilers are stopped and half-made files removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with in_words():
+        with plain_errors():
             if arguments.check:
                 check()
             else:
@@ -109,7 +109,7 @@ def make(again: bool) -> None:
         return
     say(f"Horovod for the torch of {sys.executable}: {reason}")
     try:
-        with in_words():
+        with plain_errors():
             say(f"ready: {describe(mend(again))}")
     except NotPossible as failure:
         found = probe()
@@ -119,7 +119,7 @@ def make(again: bool) -> None:
 
 
 def mend(again: bool) -> Horovod:
-    """Install what is missing, from the cache or built anew; returns what is there then.
+    """Install what is missing, from the cache or built again; returns what is there then.
 
     Raises NotPossible.
     """
@@ -246,7 +246,7 @@ def cached_wheel(folder: Path, target: Target) -> Path | None:
 def new_wheel(folder: Path, target: Target, again: bool) -> Path:
     """Build a wheel, try it, then put it into the cache, whole or not at all.
 
-    Raises NotPossible, where that is Untried with the wheel in the cache all the same. A build that
+    Raises NotPossible, or Untried with the wheel in the cache all the same. A build that
     failed, after minutes, is remembered by its log.
     """
     log, failed_log = folder / "build.log", folder / "failed.log"

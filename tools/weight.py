@@ -126,7 +126,7 @@ class Tree:
         return seen
 
     def deep_imports(self) -> int:
-        """Pairs of a test file and a module that is not the face of a folder."""
+        """Pairs of a test file and a module other than the face of a folder."""
         faces = {name for name, path in self.product.items() if path.name == "__init__.py"}
         targets = (self._targets(path) - faces for path in self.tests)
         return sum(name.count(".") > 1 for found in targets for name in found)

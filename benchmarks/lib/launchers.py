@@ -48,7 +48,7 @@ needs another name."""
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a launcher whose job has its own `folder`; agents end with the job."""
+    """The environment of a launcher with its job's own `folder`; agents end with the job."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -37,7 +37,7 @@ def description(directory: Path) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit that is checked out, whether the working tree differs from it, and how.
+    """The checked-out commit, whether the working tree differs from it, and how.
 
     changes: a digest of the differences, to compare two runs. Of untracked files only the names
     count.
@@ -65,7 +65,7 @@ def filesystem(directory: Path) -> str:
 
 
 def scratch_parent() -> Path:
-    """A folder on a disk: that for temporary files, or the current one if that is in memory."""
+    """A folder on a disk: that for temporary files, or the current one if it is in memory."""
     temporary = Path(tempfile.gettempdir()).resolve()
     return Path.cwd() if filesystem(temporary) == "tmpfs" else temporary
 

@@ -148,7 +148,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, 
 
 NAMES = tuple(_MODELS)
 OF_PAPERS = "papers."
-"""The beginning of the names of models in `lib.papers.models`."""
+"""The start of the names of models in `lib.papers.models`."""
 
 # Samples a rank; on one thread of a 2.5 GHz core the CPU models then take 150-800 ms a step.
 BATCHES = {"linear": 96, "toy": 64, "resnet18": 8, "gpt2": 8, "bert-large": 8}

@@ -12,7 +12,7 @@ RESOLUTION_PERCENT = 4.0
 """The widest confidence interval, in percent, that can show the absence of a slowdown."""
 
 LINK_SHARE = 0.9
-"""The fraction of the speed of a bare copy between GPU and host that is required."""
+"""The required fraction of the speed of a bare copy between GPU and host."""
 
 
 @dataclass(frozen=True)

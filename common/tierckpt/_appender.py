@@ -110,7 +110,7 @@ class Appender:
             raise OSError(reason or NO_ANSWER)
 
     def _end(self) -> str:
-        """End the child. Returns why it failed, in words; empty if it has not. One that hangs is
+        """End the child. Returns the reason of a failure; empty without one. A hanging child is
         left alone."""
         child, self._child = self._child, None
         assert child is not None

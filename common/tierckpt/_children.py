@@ -1,6 +1,6 @@
 """Child processes that import this very package, with the standard library before everything else.
 
-A child is `python -c` with the folder of this package; it continues in `begin`. The folder is not
+A child is `python -c` with the folder of this package; it continues in `enter`. The folder is not
 in the environment: entries of `PYTHONPATH` come before the standard library, and the folder of an
 installed package contains others, such as backports of modules that the library has itself.
 """
@@ -26,9 +26,9 @@ _NOT_HANDED_ON = frozenset(
     )
 )
 PR_SET_PDEATHSIG = 1
-_BEGINNING = (
+_ENTRY = (
     "import json, sys; library = sys.path[:]; root, path, with_site = json.loads(sys.argv[2]); "
-    "sys.path.append(root); from tierckpt._children import begin; begin(library, path, with_site)"
+    "sys.path.append(root); from tierckpt._children import enter; enter(library, path, with_site)"
 )
 """The code of `-c`. sys.argv: "-c", the module, the paths, and the module's arguments."""
 
@@ -45,7 +45,7 @@ def child_command(module: str, *arguments: str, path: Iterable[str] = ()) -> lis
     flags += ["-s"] if sys.flags.no_user_site else []
     found = list(path) or module_path()
     paths = json.dumps([_PACKAGE_ROOT, found, not sys.flags.no_site])
-    return [sys.executable, *flags, "-c", _BEGINNING, module, paths, *arguments]
+    return [sys.executable, *flags, "-c", _ENTRY, module, paths, *arguments]
 
 
 def package_root_of(command: Sequence[str]) -> str:
@@ -61,7 +61,7 @@ def child_environment() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n not in _NOT_HANDED_ON}
 
 
-def begin(library: list[str], path: Iterable[str], with_site: bool) -> None:
+def enter(library: list[str], path: Iterable[str], with_site: bool) -> None:
     """In the child: run the module named in `sys.argv`. `library` is the interpreter's own initial
     path; `with_site`: process packages' .pth files, as usual."""
     # Fill the numbers of closed standard streams: a file opened there would be written to.
@@ -102,10 +102,10 @@ def without_packages_own(path: list[str]) -> list[str]:
 
 
 __all__ = [
-    "begin",
     "child_command",
     "child_environment",
     "end_with_parent",
+    "enter",
     "module_path",
     "package_root_of",
     "without_packages_own",

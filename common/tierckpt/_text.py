@@ -25,7 +25,7 @@ def counted(number: int, one: str, several: str = "") -> str:
 
 
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.4) -> list[str]:
-    """The names that somebody who wrote `name` may have meant: those that end with it, as in
+    """The names that the writer of `name` may have meant: those that end with it, as in
     `local_keep_best` for `keep_best`, or else the most similar one. Empty if none is similar."""
     known = [*known]
     longer = [each for each in known if each.endswith(f"_{name}")]
@@ -37,7 +37,7 @@ def question(near: Collection[object]) -> str:
     return f"did you mean {' or '.join(map(str, near))}? " if near else ""
 
 
-def in_words(error: BaseException, *clear: type[BaseException]) -> str:
+def error_text(error: BaseException, *clear: type[BaseException]) -> str:
     """An error with its kind: `KeyError: 'name'`. Of the kinds in `clear` the message alone, unless
     it is empty."""
     message = str(error)

@@ -199,7 +199,7 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
         self._order = order_batch_of(loader)
         passes = Passes(loader, _Pass, evaluated=accelerator._dataloaders)
         super().__init__(passes, of=[loader], generators=generators)
-        self._begun_at = 0
+        self._pass_iteration = 0
         """The loader's `iteration` in the newest pass."""
         self._early_seed: int | None = None
         """The seed of the newest pass's workers, if they were started by `prepare`."""
@@ -225,7 +225,7 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
             elif saved != seed:
                 raise TierckptError(UNSEEDED)
             seed = saved
-        self._begun_at, self._early_seed = self._prepared.iteration, seed
+        self._pass_iteration, self._early_seed = self._prepared.iteration, seed
         return super().__iter__()
 
     def set_epoch(self, epoch: int) -> None:
@@ -256,10 +256,10 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
         state = super().state_dict(in_forward)
         if "iteration" in state:  # no pass has started since the restore
             return state
-        begun = state["place"]["begun"]
+        started = state["place"]["begun"]
         seeds = [each.initial_seed for each in self._samplers if hasattr(each, "initial_seed")]
-        iteration = self._begun_at if begun else self._prepared.iteration
-        early = self._early_seed if begun else None
+        iteration = self._pass_iteration if started else self._prepared.iteration
+        early = self._early_seed if started else None
         step = self.step_size.as_dict()
         return {**state, "iteration": iteration, "seeds": seeds, "early_seed": early, "step": step}
 
@@ -364,12 +364,12 @@ class Checkpointer(ddp_ckpt.Checkpointer):
             say(text, severity)
         every = optimizers if isinstance(optimizers, list) else [optimizers]
         self._gradients = KeptGradients(every, say)
-        self._amid_accumulation = False
+        self._accumulating = False
         self._resumed = False
 
     def resume(self, *loaders: Iterable[Any], generators: Iterable[Generator] = ()) -> Any:
         """Restore the newest version, and return the loaders, as `prepare` does, each as one that
-        begins at the next batch. Iterate over these, and begin at their attribute `epoch`.
+        starts at the next batch. Iterate over these, and start at their attribute `epoch`.
 
         Give all prepared loaders that the training takes batches from, in one call, and none of an
         evaluation. `generators`: random generators that data draw from, if they are not found; as
@@ -400,14 +400,14 @@ class Checkpointer(ddp_ckpt.Checkpointer):
         `tierckpt.Checkpointer.step`.
         """
         kept = self._accelerator.sync_gradients and self._gradients.are_kept()
-        self._amid_accumulation = kept or not self._accelerator.sync_gradients
-        if not self._amid_accumulation:
+        self._accumulating = kept or not self._accelerator.sync_gradients
+        if not self._accumulating:
             super().step(metric)
 
     def should_exit(self) -> bool:
         """True if the job is to end early, and no gradients are being accumulated; as in
         `tierckpt.Checkpointer.should_exit`."""
-        return not self._amid_accumulation and super().should_exit()
+        return not self._accumulating and super().should_exit()
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         self._gradients.close()

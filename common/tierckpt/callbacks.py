@@ -44,11 +44,11 @@ class Callbacks:
 
     All methods are called on the training thread, on every rank. They must not start a collective
     unless all ranks do. An exception is logged (with its traceback once, then counted), and
-    training goes on.
+    training continues.
     """
 
     def on_attached(self, job: Job) -> None:
-        """A checkpointer begins; the first call. Under elastic Horovod each reset makes another
+        """A checkpointer starts; the first call. Under elastic Horovod each reset makes another
         one."""
 
     def on_event(self, event: Event) -> None:
@@ -58,7 +58,7 @@ class Callbacks:
         """The checkpointer was closed or abandoned; the last call."""
 
     def on_allreduce_launched(self, params: Iterable[torch.Tensor]) -> None:
-        """The reduction of these parameters' gradients is in progress or begins (during the
+        """The reduction of these parameters' gradients is in progress or starts (during the
         backward pass)."""
 
     def on_step_boundary(self, version: int) -> None:

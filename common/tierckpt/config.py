@@ -5,9 +5,9 @@ One flat name serves everywhere: `local_every_steps=10` as an argument,
 or `every_steps = 10` in a table `[local]`.
 
 In this order: the settings of each level, in a frozen class with defaults; checks of one value,
-whose errors name the setting and what it must be; the signals and notices that end a job; paths,
-and names that are parts of paths; checks of every value, and of settings that do not go together;
-`Config`, all settings of a job; the sources of values, and their types.
+with errors that name the setting and what it must be; the signals and notices that end a job;
+paths, and names that are parts of paths; checks of every value, and of settings that do not go
+together; `Config`, all settings of a job; the sources of values, and their types.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ class LocalConfig:
 class PeerConfig:
     """The peer level: a node's local level can be rebuilt from other nodes'.
 
-    The agents make the redundancy of every version that is complete on local, without delaying
-    training.
+    The agents make the redundancy of every version complete on local, without delaying training.
     """
 
     redundancy: str = "none"
@@ -347,7 +346,7 @@ def _file_name(name: str, value: str) -> None:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first setting that is wrong, or does not go with others."""
+    """Raise ConfigError for the first wrong setting, or two that do not fit."""
     at_least("rollback_to", config.rollback_to, 0)
     one_of("when_busy", config.when_busy, ("skip", "wait"))
     one_of("on_drift", config.on_drift, ("warn", "stop"))
@@ -486,7 +485,7 @@ class Config:
     """Go back to this version at the next restore, once: later restarts take the newest version
     since then (see `tierckpt rollback`). 0: take the newest version."""
     fork_from: str = ""
-    """If this job has no version of its own, begin from a version of another job: its path, or
+    """If this job has no version of its own, start from a version of another job: its path, or
     `PATH@v4000` (see `Checkpointer.restore`). Later starts take this job's own versions, so the
     setting may stay."""
     when_busy: str = "skip"
@@ -525,9 +524,9 @@ class Config:
     halt_signals: str = "SIGTERM,SIGUSR1"
     """Signals that cause a last checkpoint and the end; empty: none."""
     halt_notices: str = ""
-    """Cloud whose notices that it takes this machine away cause a last checkpoint and the end:
-    `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
-    http://127.0.0.1:1338`; empty: no notices."""
+    """Cloud with notices that it takes this machine away, which cause a last checkpoint and the
+    end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service,
+    `aws http://127.0.0.1:1338`; empty: no notices."""
     halt_patience_seconds: float = 10.0
     """A process that received SIGTERM, and passes no boundary for this time (and for twice its
     longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
@@ -549,12 +548,12 @@ class Config:
     incomplete_exit_status: int = 0
     """If the last version of a training that has finished is missing on a level: end the process
     with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script goes on."""
+    an error reports it, and the script continues."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start."""
     health_seconds: float = 20.0
-    """A directory that does not answer within this time is not well. A start goes on without such a
+    """A directory without an answer in this time is not well. A start continues without such a
     persistent level, and without such places for events and traces."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
@@ -693,7 +692,7 @@ def load_config(
 
 
 def _refuse_another_prefix(variable: str) -> None:
-    """Raise ConfigError for a variable that is a setting's but for the prefix."""
+    """Raise ConfigError for a setting's variable with another prefix."""
     prefix, _, name = variable.partition("_")
     known = name.lower() in known_settings() and f"{prefix}_" != PREFIX
     if known and near_names(f"{prefix.upper()}_", [PREFIX], cutoff=0.8):

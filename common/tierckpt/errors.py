@@ -97,7 +97,7 @@ MAX_DIFFERENCES = 40
 class StateMismatchError(RestoreError):
     """The checkpoint and the live state differ in structure; nothing was changed.
 
-    `differences` lists every one of them, in words for a user.
+    `differences` lists every one of them, as text for a user.
     """
 
     def __init__(self, source: str, differences: Sequence[str], way_out: str = SAME_STATE) -> None:
@@ -118,7 +118,7 @@ class StateMismatchError(RestoreError):
 
 
 LEFT_OUT = "was left out"
-"""Part of the text of a member that left an exchange for a newer version. That is not a failure;
+"""Part of the text of a member that left an exchange for a newer version, which is no failure;
 members that give up repeat the first one's text, so the words identify the case everywhere."""
 
 
@@ -145,8 +145,8 @@ class PersistentError(TierckptError, OSError):
     """An operation on the store failed; no committed version is lost.
 
     `url` is the object concerned. `transient` is True if the cause may pass and all retries failed:
-    the next version may be tried as usual. If it is False, a retry is useless before somebody acts,
-    and the text says how.
+    the next version may be tried as usual. If it is False, a retry is useless before the cause is
+    removed, and the text says how.
     """
 
     def __init__(self, text: str, url: str, transient: bool) -> None:

@@ -115,7 +115,7 @@ def decode(line: bytes) -> Record | None:
 
 logger = logging.getLogger("tierckpt")
 
-IN_WORDS = ("notice", "restored", "waiting", "ended")
+WITH_MESSAGE = ("notice", "restored", "waiting", "ended")
 """Events with a complete message; a notice's version is only the one at which it came."""
 ABOUT_NO_VERSION = ("rejected", "interval")
 RECORDS = ("started", "attached", "progress")
@@ -154,14 +154,14 @@ class Event:
     time_seconds: float = field(default_factory=time.time)
     """Unix time."""
     monotonic_seconds: float = field(default_factory=time.monotonic)
-    """The same moment on the clock of `time.monotonic()`, which nobody sets."""
+    """The same moment on the clock of `time.monotonic()`, which cannot be set."""
 
     def text(self) -> str:
         """The event in one line."""
         return f"[rank {self.rank}] {self._content()}"
 
     def _content(self) -> str:
-        if self.name in IN_WORDS:
+        if self.name in WITH_MESSAGE:
             return self.message
         if self.name in ABOUT_NO_VERSION:
             return f"{' '.join(filter(None, (self.name, self.level)))}: {self.message}"
@@ -189,7 +189,7 @@ class JobEnd:
     version: int = 0
     """Completed optimizer steps at the end; 0: nothing was trained or restored."""
     newest: Mapping[str, int | None] = field(default_factory=dict)
-    """The newest version that is complete on each level, as far as this rank knows; None: it has
+    """The newest version complete on each level, as far as this rank knows; None: it has
     none. `memory` only where it was not freed."""
     missing: tuple[str, ...] = ()
     """Levels that lack `version`."""
@@ -201,7 +201,7 @@ class JobEnd:
 
 
 def check_receiver(callback: Callback | None) -> None:
-    """Raise TypeError for an object that is not callable: it would fail at every event."""
+    """Raise TypeError for anything but a callable: it would fail at every event."""
     if callback is not None and not callable(callback):
         raise TypeError(f"on_event is {callback!r}; give a function that takes an Event")
 
@@ -243,11 +243,11 @@ class EventLog:
         self._callbacks.append(callback)
 
     def count(self, name: str, level: str) -> None:
-        """Count an event that is heard by nobody, see `is_heard`."""
+        """Count an event without a receiver, see `is_wanted`."""
         for key in (name, f"{name}/{level}"):
             self.counts[key] = self.counts.get(key, 0) + 1
 
-    def is_heard(self, severity: int) -> bool:
+    def is_wanted(self, severity: int) -> bool:
         """True if an event of this severity goes to a receiver, a file or the log."""
         receivers = self._callbacks or self._objects or self._file is not None
         return bool(receivers) or logger.isEnabledFor(severity)
@@ -331,7 +331,7 @@ def _show(text: str) -> None:
     """Print on standard error, as Python does without logging set up, but with the logger's
     name."""
     if logging.lastResort is not None and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # without a reader
             print(f"tierckpt: {text}", file=sys.stderr, flush=True)
 
 

@@ -7,7 +7,7 @@ Gradients that a manual optimization keeps from one batch to the next are in no 
 training step accumulates those of one optimizer while another one steps, the boundary waits until
 no optimizer has any.
 
-Other numbers of ranks: a job goes on in mid-epoch with more or fewer ranks.
+Other numbers of ranks: a job continues in mid-epoch with more or fewer ranks.
 
 Loaders of the frameworks hand out an epoch's samples in order, one global batch after the other.
 So the samples of each step are the same for any number of ranks, if ranks x batch size x
@@ -15,10 +15,10 @@ accumulated batches is the same: the condition for a restart. Torch's elastic jo
 recipes keep this product, too, since learning rate and schedule belong to it.
 
 The end of the process after a framework's training was interrupted, or was not stored: a framework
-ends its training by itself, and its script goes on as after a whole training: it evaluates,
+ends its training by itself, and its script continues as after a whole training: it evaluates,
 exports, and ends with status 0. A scheduler that looks at the status then takes the job for done.
 `halt_exit_status` is for such jobs, as for plain loops that never call `should_exit()`, and
-`incomplete_exit_status` for those whose last version is missing somewhere.
+`incomplete_exit_status` for those without their last version somewhere.
 """
 
 from __future__ import annotations
@@ -177,17 +177,17 @@ class Pass:
 
 
 class Passes:
-    """The passes over a loader, each begun by `begin(loader)`."""
+    """The passes over a loader, each made by `start(loader)`."""
 
-    def __init__(self, loader: Any, begin: Callable[[Any], Pass], evaluated: Any = None) -> None:
-        """`evaluated`: data of evaluations, whose generators are looked for as well."""
-        self._loader, self._begin, self._evaluated = loader, begin, evaluated
+    def __init__(self, loader: Any, start: Callable[[Any], Pass], evaluated: Any = None) -> None:
+        """`evaluated`: data of evaluations; their generators are looked for as well."""
+        self._loader, self._start, self._evaluated = loader, start, evaluated
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._begin(self._loader)
+        return self._start(self._loader)
 
 
 OTHER_STEPS = (
@@ -199,19 +199,19 @@ CURE = "Set {accumulation}={value}, or start {ranks} ranks"
 UNKNOWN_SIZE = (
     "v{version} was taken by {had} rank(s), and this job has {has}: the loader's batch size is "
     "unknown (a batch sampler without batch_size), so the samples to skip are, too. Start {had} "
-    "rank(s), or begin a new job at another path"
+    "rank(s), or start a new job at another path"
 )
 UNKNOWN_BATCH = (
     "v{version} was taken with {name}={had}, and this job has {name}={has}: the loader's batch "
     "size is unknown (a batch sampler without batch_size), so the samples to skip are, too. Set "
-    "{name}={had}, or begin a new job at another path"
+    "{name}={had}, or start a new job at another path"
 )
 OTHER_ORDER = (
     "v{version}: the sampler makes its order of samples for a batch size, which was {had} and is "
     "{has} now: the samples to skip would not be those trained on. Start {ranks} with the former "
-    "batch size and accumulation, or begin a new job at another path"
+    "batch size and accumulation, or start a new job at another path"
 )
-OTHER_CURE = "Start {ranks} ranks with the former sizes, or begin a new job at another path"
+OTHER_CURE = "Start {ranks} ranks with the former sizes, or start a new job at another path"
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def _decides(sampler: Any) -> bool:
 
 
 def end_if_interrupted(checkpointer: Checkpointer) -> None:
-    """Raise SystemExit(`halt_exit_status`) if that is set, and the job is to be started again, or
+    """Raise SystemExit(`halt_exit_status`) if set, and the job is to be started again, or
     its `_exit_status`; the same on all ranks. Called last in a training, after the checkpointer is
     closed."""
     status = checkpointer.config.halt_exit_status

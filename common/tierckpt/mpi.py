@@ -60,7 +60,7 @@ class MPIGroup:
     """The ranks of a communicator (default: COMM_WORLD), on a duplicate of it.
 
     The constructor is collective. It raises ConfigError if MPI was started without support for
-    threads, and on a rank that is in no communicator (COMM_NULL).
+    threads, and on a rank in no communicator (COMM_NULL).
     """
 
     def __init__(self, communicator: Any = None) -> None:

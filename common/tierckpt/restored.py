@@ -23,10 +23,10 @@ class Restored(int):
     """The unit of the number: `calls` of `step()`, or optimizer `steps` if the version was taken
     with `boundary="forward"`."""
     imported: str = ""
-    """The format that the version was imported from (`tierckpt import`), in words; else empty."""
+    """The format that the version was imported from (`tierckpt import`), as text; else empty."""
     shard_levels: tuple[str, ...] = ()
     """The level of each shard, by shard number. `peer`: it was rebuilt; `agent`: it was fetched
-    from a node that is no longer part of the job."""
+    from a node no longer part of the job."""
     levels: dict[str, int]
     """Number of shards by level."""
     nbytes: int = 0
@@ -48,10 +48,10 @@ class Restored(int):
     """The reason why the journal's later steps could not be made again exactly; empty if all were,
     or there were none."""
     forked_from: str = ""
-    """The version of another job that this one began from, `PATH@v40`; else empty."""
+    """The version of another job that this one started from, `PATH@v40`; else empty."""
     partial: PartReport | None = None
     """What became of each tensor, if only parts of that version were taken; else None. The number
-    is then 0: the job begins with its first iteration."""
+    is then 0: the job starts with its first iteration."""
     suspect: str = ""
     """The known or possible difference of replicas when the version was taken; empty if none is
     known."""

@@ -16,7 +16,7 @@ A loader has no place that could be saved: its iterator draws seeds when it is m
 an order with the first batch, and datasets draw for each sample. Therefore the saved place is a
 recipe: the state of all generators at the start of the epoch, and the number of batches taken
 since. A resumed epoch sets the generators to that state, skips the batches, sets the generators to
-their state at the boundary, and goes on.
+their state at the boundary, and continues.
 
 The number of ranks must be the same: each rank has its own place. Use `ResumableSampler` for jobs
 that shrink or grow.
@@ -187,8 +187,8 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         self._was_used = False
         """The pass has met a boundary."""
         self._was_between = False
-        """The pass began and ended between two boundaries, and is over with its work: an
-        evaluation, or an epoch whose batches make one step together."""
+        """The pass started and ended between two boundaries, and is over with its work: an
+        evaluation, or an epoch of batches for one step."""
         self._takes: list[int] | None = None
         """Batches that the loop had taken at the first boundaries of a pass that was not resumed;
         see `held`."""
@@ -288,9 +288,9 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         self._place.sampler_epoch = _sampler_epoch(self.loader)
         self._place.number = _counter(self.loader)[1]
         vars(self._place).update(self._facts())
-        return self._pass(self._place, self._begun())
+        return self._pass(self._place, self._new_pass())
 
-    def _begun(self) -> Iterator[Batch]:
+    def _new_pass(self) -> Iterator[Batch]:
         """A pass over the loader, with a record of the indices that it draws. Without workers, it
         draws those of each batch when the batch is requested."""
         batches = iter(self.loader)
@@ -350,7 +350,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
             now = _Streams(**state["now"])
         self._first = _Streams(**state["first"])
         self._set(self._first)
-        batches = self._begun()
+        batches = self._new_pass()
         if place.batches == 0:
             rest = self._pass(place, batches)
         else:
@@ -359,7 +359,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
                 self._opened = _Streams(**opened)
                 self._set(self._opened)
             self._skip_to_newest(batches, state["earlier"])
-            # Data that is prefetched together with the newest batch is drawn from the same states.
+            # Data prefetched together with the newest batch is drawn from the same states.
             self._before = _Streams(**state["before"])
             self._set(self._before)
             newest = self._next_of(batches, place.batches)
@@ -367,7 +367,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
             rest = self._pass(place, batches)
             if state["held"]:
                 rest = itertools.chain([newest], rest)
-                if state.get("redrawn"):  # the loop had gone on from there
+                if state.get("redrawn"):  # the loop had continued from there
                     now = self._streams()
         other += [] if (lost := self._set(now)) is None else [lost]
         self._resuming, self._resumed = None, state
@@ -388,7 +388,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         return [found] if found else []
 
     def _conclude(self, other: list[str]) -> None:
-        """The resumed pass can begin; `other`: what differs."""
+        """The resumed pass can start; `other`: what differs."""
         comparison = self.comparison
         comparison.waits, comparison.epoch = False, self._place.epoch
         comparison.ways = self.ways
@@ -503,14 +503,14 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
 
     @property
     def at_end(self) -> bool:
-        """Whether all batches of the epoch were taken, as far as that is known."""
+        """Whether all batches of the epoch were taken, as far as known."""
         place = self._place
         try:
             return place.ended or (place.begun and place.batches >= len(self))
         except TypeError:
             return False
 
-    def step_begins(self) -> None:
+    def step_starts(self) -> None:
         """Record the first step after a restore, with batches of this loader or another one."""
         if self._resuming is not None:
             # The batches of another loader are trained on first: the generators stay as they are.
@@ -527,7 +527,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
             self._takes.append(self._trained)
         if self._resuming is None:
             self._restored = None
-        self.step_begins()
+        self.step_starts()
 
     def stepped(self) -> None:
         """Record at an optimizer step that the taken batches were trained on. Called by the
@@ -555,8 +555,8 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         plain DataLoader).
 
         Later events do not change the result. `in_forward`: the boundary is the forward pass of the
-        next iteration, and its batch was already taken and drawn (not for a version that is taken
-        between boundaries).
+        next iteration, and its batch was already taken and drawn (not for a version taken between
+        boundaries).
         """
         if self._resuming is not None:  # no pass has started since
             return dict(self._resuming)
@@ -787,7 +787,7 @@ _FACTS = {
 
 
 def _other_facts(place: _Place, facts: Mapping[str, Any]) -> list[str]:
-    """What differs from the loader of the version, in words; the batch size apart."""
+    """What differs from the loader of the version, as text; the batch size apart."""
     pairs = {name: (getattr(place, name), facts[name]) for name in _FACTS}
     return [
         _FACTS[name].format(now=now, had=had)

@@ -62,30 +62,30 @@ class Deal:
     drop_last: bool
     """Whether an incomplete global batch at the end of the epoch is left out."""
 
-    def end(self, begin: int) -> int:
-        """The end of the global batch that begins at the place `begin`; `begin` if there is none.
+    def end(self, start: int) -> int:
+        """The end of the global batch from the place `start` on; `start` if there is none.
 
         Without `drop_last` the last batch takes the rest. If the rest were fewer samples than
         ranks, some ranks would have to repeat a sample; so it joins the batch before, and the
         ranks' parts then differ by one sample.
         """
-        end = begin + self.ranks * self.batch_size
+        end = start + self.ranks * self.batch_size
         if self.drop_last:
-            return end if end <= self.length else begin
+            return end if end <= self.length else start
         return end if self.length - end >= self.ranks else self.length
 
-    def share(self, begin: int, end: int) -> list[int]:
+    def share(self, start: int, end: int) -> list[int]:
         """This rank's places of a global batch.
 
         Ranks repeat samples from the start of the epoch in one case only: a job resumes with more
         ranks than the epoch has samples left.
         """
-        places = range(begin + self.rank, max(end, begin + self.ranks), self.ranks)
+        places = range(start + self.rank, max(end, start + self.ranks), self.ranks)
         return [place % self.length for place in places]
 
-    def batches(self, begin: int) -> int:
-        """Number of global batches from the place `begin` on."""
-        full, left = divmod(self.length - begin, self.ranks * self.batch_size)
+    def batches(self, start: int) -> int:
+        """Number of global batches from the place `start` on."""
+        full, left = divmod(self.length - start, self.ranks * self.batch_size)
         if self.drop_last:
             return full
         return full + (left >= self.ranks or (left > 0 and full == 0))
@@ -217,7 +217,7 @@ class ResumableSampler(Sampler[list[int]]):
                 f"set_epoch({epoch}), but the training is in epoch {position.epoch}; after a "
                 "restore start the loop there: for epoch in range(sampler.epoch, epochs)"
             )
-        if current is not None and position.taken == current.begin < current.drawn:
+        if current is not None and position.taken == current.start < current.drawn:
             raise TierckptError(
                 f"batches of epoch {position.epoch} were drawn, but step() was never called, so a "
                 "restart would train on them again; call sampler.step() after every batch"
@@ -268,7 +268,7 @@ class ResumableSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Batches of the newest pass, or of the one that would start now."""
         current = self._current()
-        return self.deal.batches(self.position.taken if current is None else current.begin)
+        return self.deal.batches(self.position.taken if current is None else current.start)
 
     def _current(self) -> _Pass | None:
         """The newest pass, unless the position was moved since it started."""
@@ -299,7 +299,7 @@ class _Pass(Iterator[list[int]]):
         self.moves = position.moves
         self.epoch = position.epoch
         self.deal = deal
-        self.begin = position.taken
+        self.start = position.taken
         self.drawn = position.taken
         """Samples of the epoch that all ranks together have drawn."""
         self.ended = False
@@ -315,13 +315,13 @@ class _Pass(Iterator[list[int]]):
                 "the position was restored, or the epoch changed, since this pass over the loader "
                 "started; iterate over the loader again"
             )
-        begin, self.drawn = self.drawn, self.deal.end(self.drawn)
-        if begin == self.drawn:
+        start, self.drawn = self.drawn, self.deal.end(self.drawn)
+        if start == self.drawn:
             self.ended = True
             raise StopIteration
         if self._order is None:
             self._order = self._make_order()
-        places = self.deal.share(begin, self.drawn)
+        places = self.deal.share(start, self.drawn)
         indices: list[int] = self._order[places].tolist()
         return indices
 

@@ -92,7 +92,7 @@ def _in_file() -> dict[str, str]:
 
 
 def init() -> None:
-    """Begin. MPI must be initialised, which `from mpi4py import MPI` does."""
+    """Start. MPI must be initialised, which `from mpi4py import MPI` does."""
     global _session
     if _session is not None:
         raise RuntimeError("init() was called before: call it once, and finalize() at the end")
@@ -131,7 +131,7 @@ def have_restart() -> str | None:
 
 
 def start_restart() -> str:
-    """Begin to read the checkpoint; returns its name."""
+    """Start to read the checkpoint; returns its name."""
     return _now(ScrSession.start_restart, "start_restart()")
 
 
@@ -148,7 +148,7 @@ def need_checkpoint() -> bool:
 
 
 def start_output(name: str, flags: int) -> None:
-    """Begin to write the dataset `name`: FLAG_CHECKPOINT, FLAG_OUTPUT, or both."""
+    """Start to write the dataset `name`: FLAG_CHECKPOINT, FLAG_OUTPUT, or both."""
     _now(lambda session: session.start_output(name, int(flags)), "start_output()")
 
 

@@ -39,7 +39,7 @@ class Settings(TypedDict, total=False):
     """Go back to this version at the next restore, once: later restarts take the newest version
     since then (see `tierckpt rollback`). 0: take the newest version. Default: `0`."""
     fork_from: str | os.PathLike[str]
-    """If this job has no version of its own, begin from a version of another job: its path, or
+    """If this job has no version of its own, start from a version of another job: its path, or
     `PATH@v4000` (see `Checkpointer.restore`). Later starts take this job's own versions, so the
     setting may stay. Default: `""`."""
     when_busy: str
@@ -82,8 +82,8 @@ class Settings(TypedDict, total=False):
     """Signals that cause a last checkpoint and the end; empty: none. Default:
     `"SIGTERM,SIGUSR1"`."""
     halt_notices: str
-    """Cloud whose notices that it takes this machine away cause a last checkpoint and the end:
-    `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
+    """Cloud with notices that it takes this machine away, which cause a last checkpoint and the
+    end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
     http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
     halt_patience_seconds: float
     """A process that received SIGTERM, and passes no boundary for this time (and for twice its
@@ -108,12 +108,12 @@ class Settings(TypedDict, total=False):
     incomplete_exit_status: int
     """If the last version of a training that has finished is missing on a level: end the process
     with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script goes on. Default: `0`."""
+    an error reports it, and the script continues. Default: `0`."""
     health: str
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start. Default: `"off"`."""
     health_seconds: float
-    """A directory that does not answer within this time is not well. A start goes on without such a
+    """A directory without an answer in this time is not well. A start continues without such a
     persistent level, and without such places for events and traces. Default: `20.0`."""
     events_dir: str | os.PathLike[str]
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
@@ -240,7 +240,7 @@ class Arguments(Settings, total=False):
 
 def with_settings(taker: Taker) -> Taker:
     """Decorate a class or function that takes `Settings`: `help()` of it explains each of them."""
-    taker.__doc__ = f"{inspect.cleandoc(taker.__doc__ or '')}\n\n{SETTINGS}\n{_in_words()}"
+    taker.__doc__ = f"{inspect.cleandoc(taker.__doc__ or '')}\n\n{SETTINGS}\n{_described()}"
     return taker
 
 
@@ -249,7 +249,7 @@ SETTINGS = "Settings:"
 
 
 @functools.cache
-def _in_words() -> str:
+def _described() -> str:
     """Each setting with its type, meaning and default, from the text of this module, which Python
     drops."""
     try:

@@ -75,7 +75,7 @@ ONE_PROCESS = (
     "GPU, with torchrun --nproc-per-node {count}"
 )
 BATCH_SIZE = (
-    "auto_find_batch_size=True: each restart would begin with the first batch size. Set "
+    "auto_find_batch_size=True: each restart would start with the first batch size. Set "
     "per_device_train_batch_size to the size that it found, and auto_find_batch_size=False"
 )
 SIGNAL = (
@@ -145,7 +145,7 @@ WAYS = Ways(
     give="tierckpt={'generators': [...]}",
     set_epoch="call it in on_epoch_begin of a callback, with state.epoch",
     count="set its count from state.epoch in on_epoch_begin of a callback",
-    begin="begin a new job at another path",
+    start="start a new job at another path",
 )
 
 
@@ -378,11 +378,11 @@ STATE, DATA = "transformers", "transformers data"
 """Names of the Trainer's state and place in `extra_per_rank`."""
 IMPORTED = (
     "v{version} was imported from {source}, and has no state of a Trainer. Give train() the folder "
-    "itself, resume_from_checkpoint=..., and TierTrainer an empty path: the job goes on from the "
+    "itself, resume_from_checkpoint=..., and TierTrainer an empty path: the job continues from the "
     "folder, and takes its versions there (`tierckpt export --format transformers` makes a folder)"
 )
 NOT_LOADED = (
-    "resume_from_checkpoint is not used: the job goes on from {version}. To begin with that "
+    "resume_from_checkpoint is not used: the job continues from {version}. To start with that "
     "checkpoint, use another path for TierTrainer, and no fork_from"
 )
 
@@ -411,7 +411,7 @@ class Fit:
         """The training ends early, and its last version is taken."""
         self._metric: float | None = None
 
-    def begin(self, model: Any, loader: Any, settings: TrainerArguments) -> TrainingData:
+    def start(self, model: Any, loader: Any, settings: TrainerArguments) -> TrainingData:
         """Attach and restore; returns the loader for the Trainer's loop. Collective; raises the
         errors of `ddp_ckpt.Checkpointer` and of its `restore`."""
         trainer = self._trainer
@@ -439,7 +439,7 @@ class Fit:
 
     def _restore(self) -> None:
         finished = self.checkpointer._finished
-        finished.parts = (self,)  # a further train() of a Trainer begins again
+        finished.parts = (self,)  # a further train() of a Trainer starts again
         finished.asked, finished.trains = self._asks, True
         restored = self.checkpointer.restore()
         self._version = version = restored.version
@@ -536,7 +536,7 @@ class Fit:
             self.checkpointer._close()
 
     def leave(self, error: BaseException) -> None:
-        """Let go after an exception: versions stay for a restart. Not collective."""
+        """Detach after an exception: versions stay for a restart. Not collective."""
         if hasattr(self, "checkpointer") and not self.checkpointer.closed:
             self.checkpointer.__exit__(type(error), error, None)
 
@@ -559,8 +559,8 @@ class TierTrainerMixin:
             (`TIERCKPT_PATH`).
         args, kwargs: the arguments of the Trainer.
 
-    `train()` raises, before the first step, the errors of the settings, of a job that is not
-    supported, and of a restore.
+    `train()` raises, before the first step, the errors of the settings, of an unsupported job, and
+    of a restore.
     """
 
     def __init__(self, *args: Any, tierckpt: TrainerArguments | None = None, **kwargs: Any) -> None:
@@ -605,7 +605,7 @@ class TierTrainerMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         model, loader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         if self._tier_fit is not None:
-            loader = self._tier_fit.begin(model, loader, self._tier_settings)
+            loader = self._tier_fit.start(model, loader, self._tier_settings)
         return model, loader
 
     def _run_epoch(self, **arguments: Any) -> None:

@@ -237,7 +237,7 @@ def restart(journals: Journals, times: Path) -> dict[str, Any]:
     at = float(str(killed["at"]))
     after = [r for r in journals[0] if float(str(r["at"])) > at]
     restored = next(r for r in after if r.get("event") == "restored")
-    # The surviving rank may still finish its step; the new run begins with "start".
+    # The surviving rank may still finish its step; the new run starts with "start".
     begun = next(i for i, r in enumerate(after) if "start" in r)
     first = next(r for r in after[begun:] if "step" in r)
     back = {
@@ -264,7 +264,7 @@ PARTS = {
     "restored": "restore",
     "boundary": "step",
 }
-"""The parts that `tierckpt run` records, in words."""
+"""The parts that `tierckpt run` records, as text."""
 
 
 def picture(

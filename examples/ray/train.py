@@ -1,4 +1,4 @@
-"""A job of Ray Train that goes on after a worker was killed, from the memory of its node.
+"""A job of Ray Train that continues after a worker was killed, from the memory of its node.
 
 Run it in an environment with Tierckpt and Ray:
 

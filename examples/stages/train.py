@@ -3,10 +3,10 @@
     python examples/stages/train.py stages
     tierckpt log stages/all
 
-The first stage is trained on all data. Each child begins with the weights of its parent and is
+The first stage is trained on all data. Each child starts with the weights of its parent and is
 trained on one part of the parent's data, as in studies of the worth of parts of the data (the
-recursive stages of CANDLE). Each stage is a job of its own: one that is killed starts again by
-itself, and `tierckpt log` shows all of them as one tree.
+recursive stages of CANDLE). Each stage is a job of its own: a killed one starts again by itself,
+and `tierckpt log` shows all of them as one tree.
 """
 
 from __future__ import annotations

@@ -142,11 +142,11 @@ def run(name: str, seed: int, place: Path, check_steps: int) -> Told:
         halt_signals="",
         on_event=events.append,
     )
-    told, wanted, begin = Told(), BLOCK, time.monotonic()
+    told, wanted, start = Told(), BLOCK, time.monotonic()
     try:
         for iteration in itertools.count():
             if iteration == 10:
-                seconds = torch.tensor([time.monotonic() - begin])
+                seconds = torch.tensor([time.monotonic() - start])
                 dist.all_reduce(seconds)
                 wanted = int(min(BLOCK, max(40, 20 * BLOCK_SECONDS / float(seconds))))
             if iteration == wanted:
@@ -186,7 +186,7 @@ def rank_main(rank: int, folder: str, boundaries: int, only: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     chosen = [name for name in names() if only in name]
-    passed, alarms, mistakes, begin = 0, 0, 0, time.monotonic()
+    passed, alarms, mistakes, start = 0, 0, 0, time.monotonic()
     for seed in itertools.count(1):
         assert passed or seed == 1, "none of them runs"
         for number, name in enumerate(chosen):
@@ -200,7 +200,7 @@ def rank_main(rank: int, folder: str, boundaries: int, only: str) -> None:
                 show(name, seed, told)
                 shutil.rmtree(place, ignore_errors=True)
                 if number % 25 == 24 or number == len(chosen) - 1:
-                    seconds = time.monotonic() - begin
+                    seconds = time.monotonic() - start
                     text = f"{passed} boundaries, {alarms} alarms, {mistakes} apart"
                     print(f"{text}; {number + 1} of {len(chosen)}, {seconds:.0f} s", flush=True)
             gc.collect()

@@ -45,7 +45,7 @@ class Cluster:
             self.small_disks = self.small_disks and _mount(self.disk(node))
 
     def disk(self, node: int) -> Path:
-        """Folder that is one node's disk."""
+        """Folder of one node's disk."""
         return self.folder / "disks" / f"node{node}"
 
     def memory(self, node: int) -> JobDirectory:
@@ -172,7 +172,7 @@ class Cluster:
 
 
 def _mount(folder: Path) -> bool:
-    """Mount a small file system in memory there; False where that is not allowed."""
+    """Mount a small file system in memory there; False where not allowed."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0

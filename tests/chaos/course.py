@@ -28,7 +28,7 @@ AGENT_SECONDS = 90.0
 KEEP_LAST = 2
 JOURNAL_STEPS = 6
 ROUNDS_STEPS = (2, 50, 5)
-"""Steps in which runs, in turn, check all of their replicas."""
+"""Steps in which runs take turns to check all of their replicas."""
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
 """Prefixes of the marks that rules of trainers leave, and rules of agents do not."""
 REFUSAL = "this job had complete checkpoints"

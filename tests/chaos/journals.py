@@ -18,7 +18,7 @@ class Journals:
         self.lines: list[list[Line]] = [[] for _ in range(ranks)]
 
     def read(self) -> list[tuple[int, Line]]:
-        """New lines, each with its rank; a line that is half written comes next time."""
+        """New lines, each with its rank; a half-written line comes next time."""
         found: list[tuple[int, Line]] = []
         for rank, path in enumerate(self._paths):
             if not path.exists():

@@ -58,7 +58,7 @@ class Shape:
     """The node of every rank."""
     scheme: str
     survives: int
-    """Number of nodes whose loss the scheme covers."""
+    """Number of lost nodes that the scheme covers."""
     slots: int
     persistent: bool = True
     """True if there is a persistent level; without it, peers are the last level."""

@@ -13,7 +13,7 @@ Ranks = Callable[..., RankPool]
 
 
 def skip_if_missing(kind: str) -> None:
-    """Skip a test that needs ranks under a launcher that is not installed.
+    """Skip a test that needs ranks under a missing launcher.
 
     Tests have no skip mark: ranks import test modules, and must not look for Horovod again.
     """

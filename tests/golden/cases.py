@@ -58,7 +58,7 @@ class Restart:
     variables: Mapping[str, str] = field(default_factory=dict)
     then: str = ""
     equal: Sequence[str] = ()
-    """Names of own state that is equal with another number of ranks as well."""
+    """Names of own state, equal with another number of ranks as well."""
     model: str = ""
     """Another model than the case's."""
     partly: bool = False
@@ -88,9 +88,9 @@ PLACES = {"path": "@ROOT@/disk", "shm_dir": "@SHM@", "job_id": "golden"}
 OFTEN = {"local_every_steps": 2, "local_every_seconds": 0, "when_busy": "wait"}
 WRITING = {**PLACES, **OFTEN}
 READING = {**PLACES, "agent": "inline", "local_every_seconds": 0}
-GOING_ON = {**READING, "local_every_steps": 1, "when_busy": "wait"}
+CONTINUING = {**READING, "local_every_steps": 1, "when_busy": "wait"}
 MEMORY = {"TIERCKPT_JOB_ID": "golden"}
-"""For commands: the job whose memory they look for."""
+"""For commands: the job with the memory that they look for."""
 SWITCHED_OFF = (("empty", "shm/"),)
 
 
@@ -127,7 +127,7 @@ ONE_PROCESS = [
             Restart("local", (0, 4, {"local": 1}), READING, edits=SWITCHED_OFF),
             Restart("older", (0, 2, {"local": 1}), READING, call={"version": 2}),
             Restart("not there", "RestoreError", READING, call={"version": 3}),
-            Restart("goes on", (0, 5, {"memory": 1}), GOING_ON, then="save"),
+            Restart("goes on", (0, 5, {"memory": 1}), CONTINUING, then="save"),
             Restart("on 2", (0, 5, {"memory": 1}), READING, 2, DDP),
             Restart(
                 "damaged in memory",
@@ -373,7 +373,7 @@ ONE_PROCESS = [
             Restart(
                 "kept on",
                 (0, 9, {"local": 1}),
-                {**GOING_ON, "local_keep_last": 1, "local_keep_best": 1},
+                {**CONTINUING, "local_keep_last": 1, "local_keep_best": 1},
                 edits=SWITCHED_OFF,
                 then="save 3",
             ),
@@ -422,7 +422,7 @@ ONE_PROCESS = [
             Tool(["rollback", "@ROOT@/disk", "4"]),
         ],
         [
-            Restart("goes back", (0, 4, {"local": 1}), GOING_ON, then="save"),
+            Restart("goes back", (0, 4, {"local": 1}), CONTINUING, then="save"),
             Restart("on 2", (0, 4, {"local": 1}), READING, 2, DDP),
         ],
         variables=MEMORY,
@@ -439,7 +439,7 @@ ONE_PROCESS = [
             Restart(
                 "the same order",
                 (0, 4, {"local": 1}),
-                {**GOING_ON, "rollback_to": 4},
+                {**CONTINUING, "rollback_to": 4},
                 then="save",
             ),
         ],
@@ -653,7 +653,7 @@ SEVERAL_RANKS = [
 
 
 def protected(scheme: str, ranks: int, each: int = 1, **more: Any) -> Run:
-    """A job whose v3 and v5 are protected by other nodes, and v6 is in memory alone."""
+    """A job with v3 and v5 protected by other nodes, and v6 in memory alone."""
     first = list(range(0, ranks, each))
     return Run(
         [
@@ -927,7 +927,7 @@ PERSISTENT = [
             Restart(
                 "goes on",
                 (0, 5, {"persistent": 1}),
-                {**GOING_ON, **flushing(persistent_every_steps=1), "agent": "inline"},
+                {**CONTINUING, **flushing(persistent_every_steps=1), "agent": "inline"},
                 edits=NODES_LOST,
                 then="save",
             ),
@@ -1402,19 +1402,19 @@ FORKS = [
             Restart(
                 "the source is gone",
                 (0, 4, {"local": 1}),
-                {**GOING_ON, **FORK},
+                {**CONTINUING, **FORK},
                 edits=[("remove", "root/disk")],
             ),
             Restart(
                 "the source keeps it",
                 (0, 4, {"local": 1}),
-                {**GOING_ON, "local_keep_last": 1},
+                {**CONTINUING, "local_keep_last": 1},
                 then="save 3",
             ),
             Restart(
                 "goes on",
                 (0, 4, {"local": 1}),
-                {**GOING_ON, **FORK},
+                {**CONTINUING, **FORK},
                 then="save",
             ),
         ],

@@ -1,4 +1,4 @@
-"""The jobs whose checkpoints are stored as golden directories: small, and of public parts alone.
+"""The jobs with checkpoints stored as golden directories: small, and of public parts alone.
 
 A golden directory outlives the code that wrote it, so nothing here may change the names, shapes or
 kinds of a job's state. A new kind of state is a new model in `MODELS`.
@@ -82,7 +82,7 @@ class Point(NamedTuple):
 
 
 class Tree:
-    """An object whose state has all kinds of values that FORMAT.md knows."""
+    """An object with all kinds of values that FORMAT.md knows."""
 
     def __init__(self, seed: int) -> None:
         self.value: Any = seed

@@ -2,7 +2,7 @@
 
 A name is one of `cases.py`; without any, those are written that do not exist yet. For each case
 the maker runs its jobs, packs what they left, unpacks it elsewhere, restarts from there, and writes
-what a restart has to give. Where the undisturbed course of the job says what that is, the restart
+what a restart has to give. Where the undisturbed course of the job shows it, the restart
 must have given it, or nothing is written.
 """
 
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 }
 WIDTH = 200
 OWN = ("stream", "buffer", "extra")
-"""Begins of the names of what each rank has for itself, or may have."""
+"""Starts of the names of what each rank has for itself, or may have."""
 
 
 def leave_behind(
@@ -185,8 +185,8 @@ class Maker:
             variables = {**case.variables, **case.look_variables}
             found = look(paths, seen, variables, number not in case.not_loaded)
             looks.append({"paths": paths, "variables": variables, **found})
-        _let_go(seen)
-        _let_go(places)
+        _release(seen)
+        _release(places)
         restarts = [self.restart(case, each, courses) for each in case.restarts]
         states = dict[str, Any]()
         for each in restarts:
@@ -218,7 +218,7 @@ class Maker:
             )
             told = self.on_ranks(each.adapter, each.ranks, restart, *arguments, each.then)
             found.append(put_together(told))
-            _let_go(places)
+            _release(places)
         assert found[0] == found[1], f"{case.name} {each.name}: not the same twice"
         _check(f"{case.name}, {each.name}", each, told, courses)
         return {
@@ -283,7 +283,7 @@ def _last(error: Exception) -> str:
     return traceback.format_tb(error.__traceback__)[-1]
 
 
-def _let_go(places: Places) -> None:
+def _release(places: Places) -> None:
     shutil.rmtree(places.root)
     shutil.rmtree(places.shm)
 

@@ -122,7 +122,7 @@ def restart(
     then: str = "",
 ) -> dict[str, Any]:
     """Restore on this rank, among all; what came back, or the name of the error. `then`: what the
-    job does afterwards, see `_go_on`."""
+    job does afterwards, see `_train_on`."""
     with environment(variables):
         here = settings_here(settings, places, rank_and_size(adapter)[0])
         call = json.loads(places.here(json.dumps(call)))
@@ -157,7 +157,7 @@ def restart(
             found["kept"] = sorted(restored.partial.kept)
         if then:
             job.iteration = int(restored)
-            found["then"] = _go_on(job, then)
+            found["then"] = _train_on(job, then)
         job.ckpt.abandon()
         if then.startswith("save"):
             lines = listed([here["path"]], places)["versions"]
@@ -179,7 +179,7 @@ def _restart_files(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _go_on(job: Job, then: str) -> Any:
+def _train_on(job: Job, then: str) -> Any:
     if then == "exit":  # a request to halt is seen at most two boundaries later
         seen = []
         for _ in range(3):

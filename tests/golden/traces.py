@@ -1,7 +1,7 @@
 """Event traces: what jobs report, step by step, as an earlier Tierckpt reported it.
 
-`python -m tests.golden.traces NAME...` writes the traces of new jobs to traces.json; one that is
-there is never written again for a change of the product.
+`python -m tests.golden.traces NAME...` writes the traces of new jobs to traces.json; an existing
+one is never written again for a change of the product.
 
 Each job waits after every step until nothing is under way, so its events have one order. Numbers
 that vary are left out of the texts.
@@ -130,7 +130,7 @@ def far(place: Place, **settings: Any) -> dict[str, Any]:
 
 
 def killed(place: Place, *lost: str, **settings: Any) -> Events:
-    """A job is killed after five steps, loses levels, and goes on."""
+    """A job is killed after five steps, loses levels, and continues."""
     first = Job(place, **settings).run(5).end("abandon")
     place.lose(*lost)
     return [*first, "--", *Job(place, **settings).restore().run(7).end()]

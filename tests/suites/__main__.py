@@ -175,7 +175,7 @@ def new(folder: Path, name: str) -> Path:
 
 
 def source(suite: str, given: str | None) -> Path:
-    """The sources of a suite: the folder that is given, or a clone, made once, in the user's folder
+    """The sources of a suite: the given folder, or a clone, made once, in the user's folder
     for caches."""
     repository, tag = SOURCES[suite]
     if given and any((Path(given) / path).exists() for path in TESTS.get(suite, ())):

@@ -27,10 +27,10 @@ LIMIT_SECONDS = 180
 """Time limit of one test."""
 _told: dict[str, Any] = {}
 _open: dict[int, Any] = {}
-"""The test's checkpointers that nobody closes, by the optimizers' `id()`."""
+"""The test's unclosed checkpointers, by the optimizers' `id()`."""
 
 
-def hear(event: Any) -> None:
+def receive(event: Any) -> None:
     """Keep what a checkpointer reports for the test that runs."""
     if _told:  # no process that the test has started
         _told["sealed"] += event.name == "sealed"
@@ -41,7 +41,7 @@ def hear(event: Any) -> None:
 def settings() -> dict[str, Any]:
     """Settings of one checkpointer."""
     _told["checkpointers"] += 1
-    return {"path": tempfile.mkdtemp(prefix="tierckpt-suite-"), "on_event": hear}
+    return {"path": tempfile.mkdtemp(prefix="tierckpt-suite-"), "on_event": receive}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,7 +73,7 @@ def pytest_runtest_call(item: Any) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write the outcome: that of the call, or one that is not passed."""
+    """Write the outcome: that of the call, or one not passed."""
     if report.when == "call" or report.outcome != "passed":
         told = {"test": report.nodeid, "outcome": report.outcome, "why": str(report.longrepr or "")}
         with open(os.environ["SUITE_OUTCOMES"], "a") as file:

@@ -3,7 +3,7 @@
 Run by `python -m tests.suites` under horovodrun:
     python -m tests.suites.horovod_job plain|with|cured FILE FOLDER [TEST ...]
 Each rank writes FOLDER/rank-<n>.jsonl: a line when a test starts, and one when it has ended. A test
-whose ranks wait for each other forever is the last of its job; the caller starts another one.
+of ranks that wait for each other forever is the last of its job; the caller starts another one.
 Horovod's tests are not changed on disk: replacements are made in the imported module.
 """
 

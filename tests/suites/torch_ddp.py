@@ -35,7 +35,7 @@ from tests.support import exact
 OF_DDP = re.compile(r"DistributedDataParallel\(|\bDDP\(|DistributedDataParallel[A-Z]")
 ATTACH = len(sys.argv) > 1 and sys.argv[1] == "with"
 LIMIT_SECONDS = 300
-"""Time limit of a test, which also ends one whose ranks wait for each other forever."""
+"""Time limit of a test, which also ends one of ranks that wait for each other forever."""
 FOLDER = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
 
 
@@ -112,7 +112,7 @@ def attach(ddp: DistributedDataParallel, optimizer: Any) -> ddp_ckpt.Checkpointe
 
 
 def attach_to_new(ddp: DistributedDataParallel) -> None:
-    """Until an optimizer of the test's steps it, if ever: with one that nobody steps."""
+    """Until an optimizer of the test's steps it, if ever: with one never stepped."""
     trained = [p for p in ddp.parameters() if p.requires_grad]
     if trained:
         idle[id(ddp)] = attach(ddp, torch.optim.SGD(trained))

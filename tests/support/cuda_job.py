@@ -90,10 +90,10 @@ def attach(job: Job, path: str, shm_dir: str, **settings: Any) -> tierckpt.Check
     return ddp_ckpt.Checkpointer(job.model, job.optimizer, path=path, shm_dir=shm_dir, **levels)
 
 
-def train(job: Job, ckpt: tierckpt.Checkpointer, begin: int, end: int) -> list[str]:
+def train(job: Job, ckpt: tierckpt.Checkpointer, start: int, end: int) -> list[str]:
     """Run the ordinary loop; returns the losses."""
     losses = []
-    for iteration in range(begin, end):
+    for iteration in range(start, end):
         losses.append(job.iterate(iteration))
         ckpt.step()
     return losses

@@ -39,7 +39,7 @@ def interrupt() -> Any:
     return importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
 
 
-def start_anew() -> None:
+def start_again() -> None:
     """Restart Horovod as Python sees it: work in progress is dropped. Ranks stay connected."""
     horovod().init()
 
@@ -127,7 +127,7 @@ class Script:
         except failure():
             self.state.restore()
         assert self.state.checkpointer is None
-        start_anew()
+        start_again()
 
     def hosts_change(self) -> None:
         """Handle the state as Horovod's loop does when ranks come or leave, and none is lost."""
@@ -135,7 +135,7 @@ class Script:
         with pytest.raises(interrupt()):
             self.state.check_host_updates()
         assert self.state.checkpointer is None
-        start_anew()
+        start_again()
 
     def end(self) -> None:
         self.state.checkpointer.close()
@@ -166,7 +166,7 @@ def lose(*paths: str) -> None:
 
 
 def in_memory(tmp_path: Path, shm_dir: Path) -> Place:
-    """A place whose memory can be lost."""
+    """A place with memory that can be lost."""
     (shm_dir / "memory").mkdir()
     return Place.under(tmp_path, shm_dir / "memory")
 

@@ -52,7 +52,7 @@ BLOCKS = 4
 ROW = "incremental full_every=2, zstd"
 DELTA = "delta full_every=2, zstd"
 SLOW = 2
-"""The block of numbers whose lowest bytes alone change."""
+"""The block of numbers with changes in their lowest bytes alone."""
 VERSIONS = 3
 
 

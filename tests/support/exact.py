@@ -85,7 +85,7 @@ def optimizer(opt: torch.optim.Optimizer, label: str = "optimizer") -> dict[str,
 
 
 def replicated(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """State that is equal on all ranks: parameters and optimizers."""
+    """State equal on all ranks: parameters and optimizers."""
     found = parameters(model)
     for index, opt in enumerate(optimizers):
         found.update(optimizer(opt, f"optimizer {index}"))

@@ -43,7 +43,7 @@ class Compute:
 
 
 class Side:
-    """The stream of the copies: its work is done when somebody waits for it."""
+    """The stream of the copies: its work is done when a thread waits for it."""
 
     cuda_stream = 2
     device = torch.device("cpu")
@@ -89,7 +89,7 @@ class LateDevice:
         self.sizes: list[int] = []
         """Of the copies, in bytes."""
         self.allocations: list[tuple[int, int]] = []
-        """Begin and end of each; if empty, all memory is one."""
+        """Start and end of each; if empty, all memory is one."""
         self.error = 0
         """Answer to the next copies."""
         self._function = COPY(self._copy)

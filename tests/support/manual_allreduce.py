@@ -130,7 +130,7 @@ class ManualGroup:
 
 
 class Centred(Net):
-    """A net with centres that each rank learns from its own data: nobody reduces them."""
+    """A net with centres that each rank learns from its own data, without a reduction."""
 
     def __init__(self) -> None:
         super().__init__()

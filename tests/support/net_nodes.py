@@ -98,7 +98,7 @@ class NodeProcess:
         status = Path(f"/proc/{self.process.pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] == "T"
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Continue it, after `wait_stopped`."""
         self.process.send_signal(signal.SIGCONT)
 

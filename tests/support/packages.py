@@ -1,7 +1,7 @@
 """Distributions of this checkout, and environments with nothing but one of them.
 
 torch and the other requirements are not installed again: a .pth file shows those of this Python.
-So it is the installation of Tierckpt that is tested, and its use without a checkout, but not the
+So the installation of Tierckpt is tested, and its use without a checkout, but not the
 download of its requirements.
 """
 

@@ -12,10 +12,10 @@ from tierckpt.journal.journal import Journal
 from tierckpt.replicas.monitor import ReplicaMonitor
 
 
-def boundary_at(version: int, begin_seconds: float | None = None) -> Boundary:
-    """The boundary of v*version* in a run named `run`, which begins now by default."""
-    begin = time.perf_counter() if begin_seconds is None else begin_seconds
-    return Boundary(VersionId(1, version), "run", begin, False, version, Vote(), [])
+def boundary_at(version: int, start_seconds: float | None = None) -> Boundary:
+    """The boundary of v*version* in a run named `run`, which starts now by default."""
+    start = time.perf_counter() if start_seconds is None else start_seconds
+    return Boundary(VersionId(1, version), "run", start, False, version, Vote(), [])
 
 
 def monitor_of(ckpt: Any) -> Any:

@@ -105,7 +105,7 @@ class Pod:
 
 def _opened(folders: Iterable[Path]) -> list[str]:
     """Commands that let the pod's user pass to these folders, as an image and volumes do: on a
-    developer's machine they may be below a folder that is closed to others."""
+    developer's machine they may be below a folder closed to others."""
     closed: dict[Path, list[Path]] = {}
     for folder in {each.resolve() for each in folders}:
         for above in reversed(folder.parents):

@@ -29,7 +29,7 @@ def program(name: str) -> str:
 
 
 def get(url: str) -> str:
-    """The text at a URL; empty while nobody answers."""
+    """The text at a URL; empty while no server answers."""
     try:
         with urllib.request.urlopen(url, timeout=120) as answer:
             return str(answer.read().decode())

@@ -28,7 +28,7 @@ RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 class Drawn(torch.utils.data.Dataset[torch.Tensor]):
-    """Draws from a generator that is not found, as it is one of many."""
+    """Draws from a generator not found, as it is one of many."""
 
     def __init__(self) -> None:
         self.many = [random.Random(1)] * 100

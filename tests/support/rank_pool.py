@@ -40,7 +40,7 @@ from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_SECONDS = 60
-"""The time after which a collective whose peer is gone raises, instead of hanging."""
+"""The time after which a collective with a lost peer raises, instead of hanging."""
 
 GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
 """Ways in which ranks form a job: a torch.distributed process group, no group, a launcher."""
@@ -88,7 +88,7 @@ class RankPool:
         """Call `scenario` on every rank; returns the results in rank order."""
         if not self._started:
             self._start()
-        self._go_on()
+        self._continue()
         self._calls += 1
         call = self.folder / f"call{self._calls}"
         names = (scenario.__module__, scenario.__qualname__)
@@ -188,7 +188,7 @@ class RankPool:
         for pid in self._paused:
             os.kill(pid, signal.SIGSTOP)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         for pid in self._paused:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -196,7 +196,7 @@ class RankPool:
 
     def kill(self) -> None:
         """End all ranks at once."""
-        self._go_on()
+        self._continue()
         for fifo in (*self._leashes, *self._commands):
             os.close(fifo)  # this kills the rank
         if self._started:

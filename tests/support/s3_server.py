@@ -37,7 +37,7 @@ def rclone() -> str:
 
 @contextmanager
 def serving(directory: Path, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Iterator[str]:
-    """See `s3_server.serving`; skips the test when that is not possible."""
+    """See `s3_server.serving`; skips the test when there is no server."""
     rclone()
     with s3_server.serving(directory, host, inside) as url:
         yield url

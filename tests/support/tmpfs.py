@@ -14,8 +14,8 @@ SIZE_BYTES = 1024 * 1024
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Make files in `folder` read-only for the block. A file that is open for writing (a claim's
-    lock) keeps the kernel from remounting the file system, so another one is mounted over it."""
+    """Make files in `folder` read-only for the block. A file open for writing (a claim's lock)
+    keeps the kernel from remounting the file system, so another one is mounted over it."""
     mount("--bind", str(folder), str(folder))
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)

@@ -147,7 +147,7 @@ class Job:
         return unwrap(self.model)
 
     def loss(self, iteration: int, part: int = 0) -> torch.Tensor:
-        # The branch is used by some ranks only, in turn.
+        # The branch is used by some ranks only, by turns.
         uses_branch = (iteration + rank()) % 2 == 0
         return self.model(batch(iteration, part).to(self.dtype), uses_branch).square().mean()
 
@@ -261,7 +261,7 @@ def make_horovod_job(
         options: those of `hvd.DistributedOptimizer`.
         parts: the parameters of each optimizer.
         passes: backward passes for a step.
-        seed: of everything that is random.
+        seed: of everything random.
     """
     hvd = horovod()
     torch.manual_seed(seed)

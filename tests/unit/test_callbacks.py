@@ -68,7 +68,7 @@ def test_an_interrupt_is_no_error_of_the_callbacks() -> None:
         ("on_restored", None),
     ],
 )
-def test_a_callback_that_is_not_overridden_does_nothing(
+def test_a_callback_not_overridden_does_nothing(
     name: str, argument: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     CallbackList([Callbacks()]).call(name, argument)

@@ -62,10 +62,10 @@ def test_every_setting_is_documented_with_its_default() -> None:
     for name, default in there.items():
         # The meaning of a number may follow it: "0: no limit".
         said = told[name] if name in WORDS else told[name].strip("`").split(":")[0]
-        assert said == WORDS.get(name, in_words(default)), name
+        assert said == WORDS.get(name, default_text(default)), name
 
 
-def in_words(default: Any) -> str:
+def default_text(default: Any) -> str:
     if isinstance(default, bool):
         return "true" if default else "false"
     return f"{default:g}" if isinstance(default, int | float) else default or "none"

@@ -188,7 +188,7 @@ def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.records[0].getMessage() == ("[rank 2] failed v2 local (newest version there: v1)")
 
 
-def test_an_event_in_words() -> None:
+def test_the_text_of_an_event() -> None:
     event = Event("committed", "local", 4, 1, 2_500_000, {"write": 0.25}, message="fine")
     assert event.text() == "[rank 1] committed v4 to local 2.5 MB (write 250.0 ms) - fine"
 
@@ -218,7 +218,7 @@ log.emit("restored", version=9, message="restored v9", severity=logging.INFO)
 
 def test_a_script_without_logging_shows_restores_and_failures() -> None:
     """By Python's own rule a restart would show nothing, and a line would not name its source.
-    A logger that is set to be silent stays silent."""
+    A logger set to be silent stays silent."""
     done = subprocess.run(
         [sys.executable, "-c", UNCONFIGURED],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -257,18 +257,18 @@ def test_another_error_of_it_is_shown_too(caplog: pytest.LogCaptureFixture) -> N
     assert kinds == [ValueError, RuntimeError, KeyError]
 
 
-def test_an_event_is_heard_by_a_receiver_a_file_or_the_log(
+def test_an_event_reaches_a_receiver_a_file_or_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where nobody hears it, a version at every step makes no event, and is only counted."""
+    """Without a receiver, a version at every step makes no event, and is only counted."""
     caplog.set_level(logging.WARNING, "tierckpt")  # clears the loggers' caches, now and at the end
     log = EventLog(0)
-    assert not log.is_heard(logging.DEBUG)
-    assert log.is_heard(logging.ERROR)
+    assert not log.is_wanted(logging.DEBUG)
+    assert log.is_wanted(logging.ERROR)
     log.count("sealed", "memory")
     assert log.counts == {"sealed": 1, "sealed/memory": 1}
     log.add_callback(lambda _: None)
-    assert log.is_heard(logging.DEBUG)
+    assert log.is_wanted(logging.DEBUG)
     written = EventLog(0, str(tmp_path))
-    assert written.is_heard(logging.DEBUG)
+    assert written.is_wanted(logging.DEBUG)
     written.close()

@@ -83,7 +83,7 @@ def begun(epoch: int = 2) -> tuple[LoopState, dict[str, Any]]:
     return loop, every
 
 
-def test_a_loop_goes_on_in_the_middle_of_an_epoch() -> None:
+def test_a_loop_continues_in_the_middle_of_an_epoch() -> None:
     loop, _ = begun()
     state = stored(loop.state_dict())
     other, every = LoopState(best=0.0, history=[]), objects()
@@ -108,7 +108,7 @@ def test_a_version_before_the_objects_are_made_again_still_has_their_state() -> 
     assert stored(other.state_dict()) == stored(state)
 
 
-def test_the_next_epoch_begins_with_new_objects() -> None:
+def test_the_next_epoch_starts_with_new_objects() -> None:
     loop, _ = begun()
     other, every = LoopState(), objects()
     other.load_state_dict(stored(loop.state_dict()))

@@ -273,7 +273,7 @@ def test_the_loader_s_attributes_are_there() -> None:
 
 
 def test_a_place_saved_before_the_loop_continues_is_the_restored_one() -> None:
-    """A restart that is killed before its first step leaves the same position."""
+    """A restart killed before its first step leaves the same position."""
     loop = Loop(*LOADERS["generators"])
     for _ in zip(range(2), loop.boundaries(), strict=False):
         pass
@@ -302,7 +302,7 @@ def test_a_pass_that_a_restore_overtook_is_refused() -> None:
 
 
 def resumed_at(batches: int, make: Make) -> ResumableLoader[Any]:
-    """A loop whose checkpoint was taken in epoch 2."""
+    """A loop with a checkpoint of epoch 2."""
     data = ResumableLoader(sampled())
     data.set_epoch(2)
     source = iter(data)
@@ -313,7 +313,7 @@ def resumed_at(batches: int, make: Make) -> ResumableLoader[Any]:
     return other
 
 
-def test_a_loop_that_begins_at_epoch_0_again_is_refused() -> None:
+def test_a_loop_that_starts_at_epoch_0_again_is_refused() -> None:
     data = resumed_at(1, sampled)
     with pytest.raises(tierckpt.TierckptError, match="start the loop there"):
         data.set_epoch(0)
@@ -324,7 +324,7 @@ def test_a_loop_that_begins_at_epoch_0_again_is_refused() -> None:
     assert len(list(data)) == 2
 
 
-def test_another_batch_size_amid_an_epoch_is_refused_and_the_way_out_works() -> None:
+def test_another_batch_size_within_an_epoch_is_refused_and_the_way_out_works() -> None:
     def larger() -> DataLoader[torch.Tensor]:
         data = torch.arange(11.0)
         return DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, 2, 1))  # type: ignore[arg-type]
@@ -351,7 +351,7 @@ def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None
 
 
 class Hidden(Dataset[torch.Tensor]):
-    """Draws from a generator that is too deep to be found, and knows its epoch."""
+    """Draws from a generator too deep to be found, and knows its epoch."""
 
     def __init__(self, size: int = LENGTH) -> None:
         self.deep, self.size, self.epoch = [random.Random(1)] * 1000, size, 0
@@ -369,7 +369,7 @@ class HiddenDraws(Hidden):
 
 
 class CountsPasses:
-    """An iterable whose order depends on its own count."""
+    """An iterable with an order that depends on its own count."""
 
     passes = 0
 
@@ -432,8 +432,8 @@ def test_other_data_are_refused_and_the_next_epoch_may_have_them(
 
 @pytest.mark.parametrize("place", ["in the first", "in the second", "side by side"])
 def test_two_loaders(place: str) -> None:
-    """The second one begins after steps that the resumed run made with the first one: these have
-    drawn, also from a generator that both have. Side by side, both passes begin before either one
+    """The second one starts after steps that the resumed run made with the first one: these have
+    drawn, also from a generator that both have. Side by side, both passes start before either one
     draws its order."""
 
     class Both:
@@ -469,7 +469,7 @@ def test_two_loaders(place: str) -> None:
 
 
 def looked_at(looks: bool) -> Iterator[tuple[ResumableLoader[torch.Tensor], int]]:
-    """A loop that may take a batch to look at before it begins."""
+    """A loop that may take a batch to look at before it starts."""
     data = ResumableLoader(DataLoader(torch.arange(6.0), BATCH, shuffle=True))
     data.has_boundaries = True
     if looks:
@@ -505,7 +505,7 @@ def test_a_look_at_a_batch_is_no_epoch(looks: bool) -> None:
 def test_a_pass_between_two_boundaries_is_whole_in_the_resumed_run(
     boundary: Callable[[Any], None], resumed: bool
 ) -> None:
-    """An evaluation, or an epoch whose batches make one step. The boundaries are calls of `step()`,
+    """An evaluation, or an epoch of batches for one step. The boundaries are calls of `step()`,
     or forward passes."""
     data = ResumableLoader(DataLoader(torch.arange(6.0), BATCH))
     for _ in range(2):

@@ -74,13 +74,13 @@ def test_every_place_is_dealt_once_in_batches_that_all_ranks_have(
 
 
 def assert_dealt_once(deal: Deal, start: int) -> None:
-    begin, count, places = start, 0, []
-    while (end := deal.end(begin)) != begin:
-        shares = [replace(deal, rank=rank).share(begin, end) for rank in range(deal.ranks)]
+    first, count, places = start, 0, []
+    while (end := deal.end(first)) != first:
+        shares = [replace(deal, rank=rank).share(first, end) for rank in range(deal.ranks)]
         sizes = {len(share) for share in shares}
         assert 1 <= min(sizes) <= max(sizes) <= min(min(sizes), deal.batch_size) + 1
         places += flat(shares)
-        begin, count = end, count + 1
+        first, count = end, count + 1
     assert count == deal.batches(start)
     rest = deal.length - start
     if deal.drop_last:
@@ -110,7 +110,7 @@ def test_the_batches_are_those_of_torchs_distributed_sampler(
             assert trained(sampler) == list(BatchSampler(plain, 3, drop_last))
 
 
-# --- going on ------------------------------------------------------------------------------------
+# --- continuing ----------------------------------------------------------------------------------
 
 
 @given(
@@ -241,7 +241,7 @@ def test_a_loaders_memory_of_another_epoch_does_not_count() -> None:
     assert list(new) == list(sampler)[2:]
 
 
-def test_an_epoch_that_is_over_has_no_second_pass() -> None:
+def test_a_finished_epoch_has_no_second_pass() -> None:
     (sampler,) = job(1)
     trained(sampler)
     with pytest.raises(tierckpt.TierckptError, match=r"set_epoch\(1\)"):

@@ -49,7 +49,7 @@ def test_links_to_pages_folders_and_code_are_accepted(tmp_path: Path) -> None:
 
 
 def test_flaws_of_pages_fail_the_build(tmp_path: Path) -> None:
-    """Among them a page that is in no section."""
+    """Among them a page in no section."""
     page = SOUND["docs/page.md"] + "\n" + "\n\n".join(FLAWS)
     done = build(tmp_path, {"docs/page.md": page, "docs/orphan.md": "# Orphan\n"})
     assert done.returncode == 1

@@ -22,8 +22,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 class Report:
     """The outcome for one page.
 
-    proved: figures with the value of a results file. names: labels of rows. given: numbers that
-    nobody measured, such as targets and sizes, as the file of claims lists them by section.
+    proved: figures with the value of a results file. names: labels of rows. given: unmeasured
+    numbers, such as targets and sizes, as the file of claims lists them by section.
     problems: sentences about what is wrong, empty if the page is right.
     """
 
@@ -131,7 +131,7 @@ def _check_rest(document: dict[str, Any], name: str, report: Report) -> None:
 
 
 def _given(document: dict[str, Any]) -> Counter[tuple[str, str]]:
-    """Section and text of the numbers that nobody measured. A reason is for the list's readers."""
+    """Section and text of the unmeasured numbers. A reason is for the list's readers."""
     return Counter(
         (entry["section"], text)
         for entry in document.get("given", [])

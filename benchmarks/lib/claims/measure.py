@@ -98,7 +98,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def comparison(folder: Path = FOLDER) -> Iterator[str]:
-    """For each claim whose files were made again, the figures of the page and the new ones."""
+    """For each claim with files made again, the figures of the page and the new ones."""
     for path in sorted(CLAIMS.glob("*.toml")):
         document = tomllib.loads(path.read_text())
         page = Page.read(ROOT / document["page"])

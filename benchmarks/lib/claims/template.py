@@ -63,7 +63,7 @@ class Found:
 def find(lines: list[Line], page: Page) -> list[Found]:
     """The figures of the only place where the page has the lines, one after the other.
 
-    Raises ClaimError if there is no such place, with the first line that is missing, or several.
+    Raises ClaimError if there is no such place, with the first missing line, or several.
     """
     patterns: list[str] = []
     values: list[float | None] = []

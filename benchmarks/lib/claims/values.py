@@ -17,7 +17,7 @@ CONTEXT = ("command", "commit", "date", "cpu", "cores")
 
 
 class Record(dict[str, Any]):
-    """A JSON object whose keys are attributes as well: `row.call.median`."""
+    """A JSON object with its keys as attributes as well: `row.call.median`."""
 
     def __getattr__(self, name: str) -> Any:
         try:

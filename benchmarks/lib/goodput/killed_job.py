@@ -1,4 +1,4 @@
-"""A job that is killed and restarted. Ranks are forked from a process that has imported torch.
+"""A job, killed and restarted. Ranks are forked from a process that has imported torch.
 
 A run then starts within a second, so that the measured time is that of the restore, not that of
 Python's imports. Forking is safe: `check_fork` makes sure that the parent has one thread.

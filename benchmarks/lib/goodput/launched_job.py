@@ -1,4 +1,4 @@
-"""A job under a real launcher that is killed and restarted: its start-up counts, too.
+"""A job under a real launcher, killed and restarted: its start-up counts, too.
 
 The job is torchrun with launched_rank.py, with or without `tierckpt run` between them.
 """
@@ -33,7 +33,7 @@ from lib.processes import MARK
 SCRIPT = Path(__file__).resolve().with_name("launched_rank.py")
 BENCHMARKS = SCRIPT.parents[2]
 LOOK_SECONDS = 0.02
-"""Between two tries to kill a rank that is just being started."""
+"""Between two tries to kill a starting rank."""
 
 
 def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Course:

@@ -133,7 +133,7 @@ class OursDisk(Ours):
 
 
 class OursTorchrun(Ours):
-    """Tierckpt under torchrun, whose restarts start all processes again; run by launched_job.py."""
+    """Tierckpt under torchrun: its restarts start all processes again; run by launched_job.py."""
 
     title = "Tierckpt, torchrun"
     shim: ClassVar[tuple[str, ...]] = ()

@@ -85,7 +85,7 @@ class Bench:
         kills: Sequence[float] = (),
         **more: Any,
     ) -> tuple[Course, float | None]:
-        """Run one job from the beginning; also return the stall per version that it reports."""
+        """Run one job from the start; also return the stall per version that it reports."""
         self.count += 1
         family = Family(uuid.uuid4().hex)
         os.environ[MARK] = family.token  # to find the processes that ranks start
@@ -138,7 +138,7 @@ class Bench:
         return cost
 
     def _cost_at(self, method: str, every: int) -> Cost:
-        """Measure blocks with and without versions in turn; return medians."""
+        """Measure blocks with and without versions by turns; return medians."""
         slower, stalls = [], []
         for _ in range(self.options.rounds):
             plain = self.plain(method)

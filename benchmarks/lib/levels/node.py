@@ -262,7 +262,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def send(sock: socket.socket, image: memoryview, nbytes: int) -> None:
-    """Send `nbytes` of the image, and start again at its beginning if it is shorter."""
+    """Send `nbytes` of the image, and repeat it if it is shorter."""
     for low in range(0, nbytes, PIECE_BYTES):
         at = low % max(len(image) - PIECE_BYTES + 1, 1)
         sock.sendall(image[at : at + min(PIECE_BYTES, nbytes - low)])

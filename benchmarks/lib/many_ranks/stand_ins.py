@@ -102,7 +102,7 @@ class OneOfMany:
 
 
 class SilentAgent:
-    """An AgentClient whose agent listens, and keeps what it is told about the others."""
+    """An AgentClient with an agent that listens, and keeps what it learns about the others."""
 
     settings = SimpleNamespace(root="/dev/shm/tierckpt", folder="job-0123456789ab")
     session = SimpleNamespace(directory="/tmp/none")

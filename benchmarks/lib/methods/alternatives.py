@@ -118,7 +118,7 @@ class DcpProcess(DcpThread):
 class DcpTuned(DcpProcess):
     """async_save with every option that helps: the best alternative.
 
-    A thread stages into shared memory that is kept between saves, so that the daemon receives
+    A thread stages into shared memory, kept between saves, so that the daemon receives
     handles instead of bytes. Save plans are cached. Plain state dicts are cheaper than
     `get_state_dict`. The trainer waits for the staging only before the optimizer's step.
     """

@@ -156,7 +156,7 @@ def tuned_interval(
 
     The update of the weights, at the end of an iteration, waits for the part of the snapshot that
     exceeds the rest of the iteration: the stall. A checkpoint must be on disk before the next one
-    begins, and the stalls may take `budget` of the training's time.
+    starts, and the stalls may take `budget` of the training's time.
     """
     stall = max(0.0, snapshot - (iteration - update))
     fits = math.ceil((snapshot + persist) / iteration)

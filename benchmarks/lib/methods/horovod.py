@@ -15,7 +15,7 @@ class RootSave(TorchSave):
     """Rank 0 writes; the others continue until their next allreduce, and wait there.
 
     Horovod's documentation recommends this. On a restart rank 0 loads the file and broadcasts
-    parameters and optimizer state; that is not measured here.
+    parameters and optimizer state; this is not measured here.
     """
 
     title = "torch.save on rank 0"

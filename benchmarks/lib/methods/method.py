@@ -66,7 +66,7 @@ class Method:
     peer = False  # an alternative, not ours and not the control
     slots = 0  # host buffers per rank, for the memory target
     usual = True  # measured by stall.py when no methods are named
-    beside = ""  # the method whose ranks train the plain blocks, if being attached has a cost
+    beside = ""  # the method of the plain blocks, if being attached has a cost
 
     def __init__(self) -> None:
         self.durable: dict[int, float] = {}

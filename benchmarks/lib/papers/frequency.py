@@ -24,7 +24,7 @@ MIN_STEPS = 6
 def attached(
     method: str, launcher: str, name: str, world: int, places: tuple[Path, Path], timeout: float
 ) -> Iterator[tuple[Team, int]]:
-    """Start a team whose ranks train a model of the papers, and attach a method.
+    """Start a team that trains a model of the papers, and attach a method.
 
     Yields the team and the bytes of the state; ends the team. places: an existing folder on the
     disk, and one in shared memory with a short path.
@@ -60,7 +60,7 @@ class Frequency:
         self.team, self.rounds = team, rounds
 
     def at(self, every: int, rounds: int | None = None, checkpoints: int | None = None) -> Row:
-        """Measure checkpoints at this interval. `lib.papers.rule` makes a cost of the visits, whose
+        """Measure checkpoints at this interval. `lib.papers.rule` makes a cost of the visits; their
         overhead counts all steps; shares are fractions of a plain step."""
         steps = (checkpoints or max(2, MIN_STEPS // every)) * every
         visits = [

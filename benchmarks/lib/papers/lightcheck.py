@@ -25,12 +25,12 @@ from lib.papers.resumption import Resumption
 from lib.papers.rule import Interval, cost_of, interval
 
 BUDGET = 0.05
-"""LightCheck's: the overhead that is allowed."""
+"""LightCheck's allowed overhead."""
 WORLD = 2
 MAX_EVERY = 6
-"""The longest interval that is measured; longer ones are computed."""
+"""The longest measured interval; longer ones are computed."""
 FIRST = {"torch-save": 3, "checkfreq": 3}
-"""The first interval that is measured, if it is not 1."""
+"""The first measured interval, if it is not 1."""
 
 
 def keys(options: argparse.Namespace) -> Iterator[Row]:

@@ -76,7 +76,7 @@ def torchvision(name: str, **arguments: Any) -> nn.Module:
 
 def transformers(name: str, config: str) -> nn.Module:
     """A model of transformers from its default configuration, without a download."""
-    _declare()  # it imports torchvision where that is installed
+    _declare()  # it imports torchvision where installed
     library = importlib.import_module("transformers")
     model: nn.Module = getattr(library, name)(getattr(library, config)())
     return model.train()

@@ -1,4 +1,4 @@
-"""A job that is killed once and resumes, beside the same job undisturbed.
+"""A job, killed once and resumed, beside the same job undisturbed.
 
 Ranks are forked from a process that has imported torch and made the model (`lib.goodput`), so the
 time until the next step is that of meeting, loading and stepping. Each iteration has its own batch,

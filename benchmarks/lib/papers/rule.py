@@ -133,7 +133,7 @@ class Interval:
 
 
 def interval(tried: Sequence[Row], budget: float, own: int = 1) -> Interval:
-    """The interval by the last try whose overhead counts; if none does, by the last one.
+    """The interval by the last try with an overhead that counts; if none does, by the last one.
 
     own: the least interval that the method itself allows. Intervals at which versions were skipped
     are too short.

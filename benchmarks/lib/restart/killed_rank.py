@@ -1,4 +1,4 @@
-"""One rank of a job whose rank 1 kills itself again and again, for `restart.py --kill`.
+"""One rank of a job; its rank 1 kills itself again and again, for `restart.py --kill`.
 
 The argument is the plan as JSON. Rank 0 writes a line of JSON for each start: the times of its
 moments, by the clock of the day, which all processes share.
@@ -54,7 +54,7 @@ class Killed:
 
 
 def make_model(plan: dict[str, Any]) -> nn.Sequential:
-    """Layers whose parameters and Adam's state have the plan's size."""
+    """Layers with parameters and Adam's state of the plan's size."""
     torch.manual_seed(1)
     count = max(1, plan["state_bytes"] // (3 * 4 * WIDTH * WIDTH))
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))

@@ -71,7 +71,7 @@ def missing(launcher: str) -> str | None:
 def measure(
     launcher: str, world: int, state_bytes: int, kills: int, places: tuple[Path, Path]
 ) -> Kills:
-    """Run one job, whose rank 1 is killed `kills` times; the first time is not counted: the
+    """Run one job with its rank 1 killed `kills` times; the first time is not counted: the
     machine's caches are cold, and the shim has learned no imports."""
     for each in places:
         each.mkdir(parents=True)

@@ -34,7 +34,7 @@ or for 3; and a spare of `tierckpt run`."""
 
 
 def measure(launcher: str, state_bytes: int, losses: int, places: tuple[Path, Path]) -> Kills:
-    """Run one job on two nodes of one rank, whose second node is lost `losses` times; the first
+    """Run one job on two nodes of one rank, and lose the second node `losses` times; the first
     time is not counted. Nodes are names on this machine."""
     for each in places:
         each.mkdir(parents=True)

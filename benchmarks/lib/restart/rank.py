@@ -33,7 +33,7 @@ SAMPLE_SECONDS = 0.002
 
 
 def layers_of(state_bytes: int) -> int:
-    """Number of layers whose parameters and Adam state have about `state_bytes`."""
+    """Number of layers with about `state_bytes` of parameters and Adam state."""
     return max(1, state_bytes // (3 * 4 * WIDTH * WIDTH))
 
 

@@ -16,7 +16,7 @@ from tierckpt.simulation.scenario import Failures, Job, Level, Restart, Scenario
 DURABLE_SECONDS = {"dcp-thread": 0.45}
 """Time until a version counts, for methods that write during later steps."""
 MEMORY = ("ours", "ours-run", "ours-torchrun")
-"""Methods whose version is complete one step later."""
+"""Methods with a version complete one step later."""
 
 
 @dataclass(frozen=True)

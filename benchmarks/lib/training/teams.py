@@ -21,7 +21,7 @@ from lib.processes import MARK, Family, MemorySampler, machine_busy_seconds
 from lib.training.launchers import LAUNCHERS
 
 HERE = Path(__file__).resolve().parent
-MEMORY_CYCLES = 3  # checkpoints in the block that is sampled for memory
+MEMORY_CYCLES = 3  # checkpoints in the block sampled for memory
 GRACE_SECONDS = 10.0  # horovodrun gives its ranks 5 s to end
 LOOK_SECONDS = 0.2  # between checks for dead ranks during a start
 
@@ -159,7 +159,7 @@ class Team:
     def end_close(self, limit_s: float = 15.0) -> None:
         """Wait for the ranks, then make sure that nothing of the family is left.
 
-        A rank that hangs in its teardown is killed; that is no error.
+        A rank that hangs in its teardown is killed, without an error.
         """
         limit = time.monotonic() + limit_s
         for process in self._processes:

@@ -50,9 +50,9 @@ class Trainer:
         # The base class takes no checkpoints: blocks before `attach` are training alone.
         self.method: Method = Method()
         self.version = 0
-        self.unmarked = False  # a step was completed whose boundary was not called yet
+        self.unmarked = False  # a step was completed without its boundary yet
         self.marking = False  # boundaries are called in blocks with checkpoints only
-        self.awaited: int | None = None  # the checkpoint whose copies this step may wait for
+        self.awaited: int | None = None  # the checkpoint with copies that this step may wait for
         self.calls: dict[int, dict[str, float]] = {}
         self.call_cpu_s = 0.0
 

@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from tierckpt._children import child_command, child_environment
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.core.decisions import StallTimeout
 from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
@@ -51,7 +51,7 @@ from .connection_states import (
     GiveUp,
     HangUp,
     Needed,
-    NobodyListens,
+    NoListener,
     NotUnderstood,
     PredecessorEnds,
     ProcessEnded,
@@ -164,9 +164,9 @@ class AgentConnection:
         self.inline = _agent_of_this_process() if inline else None
         """The agent, if it is a part of this process."""
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         """Shows agents which of two runs is the later one."""
-        """A new agent has its low priority from the beginning."""
+        """A new agent has its low priority from the start."""
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         """The agent that was started last and is followed, see `Standing.follows`."""
@@ -247,7 +247,7 @@ class AgentConnection:
         deadline = time.monotonic() + timeout_seconds
         with self.lock:
             self._closing = True
-            # An agent that is just starting would wait for a trainer.
+            # An agent just starting would wait for a trainer.
             while self._has_to_say() and time.monotonic() < deadline:
                 self._receive()
                 with contextlib.suppress(OSError):
@@ -374,7 +374,7 @@ class AgentConnection:
         match action:
             case Connect(numbers=numbers):
                 if not self._connect(numbers):
-                    self._on(NobodyListens())
+                    self._on(NoListener())
             case StartProcess():
                 self._start_process()
             case Close():
@@ -421,7 +421,7 @@ class AgentConnection:
         self._packets.clear()
         self._on(Connected(index))
         try:
-            protocol.send(channel, Hello(PROTOCOL, self._session, self._environment, self._began))
+            protocol.send(channel, Hello(PROTOCOL, self._session, self._environment, self._started))
         except OSError:  # it is ending
             self._on(Ended())
 
@@ -603,7 +603,7 @@ class AgentClient:
             try:
                 self._connection.ready()
             except OSError as error:
-                return in_words(error)
+                return error_text(error)
             self._retried.discard(key.id)
             self._hand_over(key, slot)
             return ""
@@ -776,13 +776,13 @@ class AgentClient:
         `everything`: also wait for flushes, and for exchanges with other nodes. `on_look` is called
         twice a second during the wait.
         """
-        begin = looked = time.monotonic()
+        start = looked = time.monotonic()
         while self._pending or (everything and self.behind()):
             now = time.monotonic()
             with self._lock:
                 self._connection.look()
                 self._look_for_stalls(True)
-            if timeout_seconds is not None and now - begin > timeout_seconds:
+            if timeout_seconds is not None and now - start > timeout_seconds:
                 break
             if self.stalled and hopeless():
                 break
@@ -809,7 +809,7 @@ class AgentClient:
             now = time.monotonic()
             with self._lock:
                 while self._quiet_replies:
-                    timeout.heard(*self._quiet_replies.pop(0))
+                    timeout.record_quiet(*self._quiet_replies.pop(0))
             if seconds_left() <= 0 or timeout.is_over(now):
                 return False
             self.ask_progress()

@@ -90,7 +90,7 @@ class Standing:
     exit_status: int = 0
     """The exit status of the process that was followed last."""
     since: float = 0.0
-    """When the connection or the process began, or the last connection ended."""
+    """When the connection or the process started, or the last connection ended."""
     start_after: float = 0.0
     ask_after: float = -math.inf
     leaving: tuple[int, float] | None = None
@@ -109,8 +109,8 @@ class Standing:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Places to look at. Other ranks or an earlier run may have passed over one whose agent has
-        ended since. While a process is followed, only its own place."""
+        """Places to look at. Other ranks or an earlier run may have passed over one with an agent
+        that has ended since. While a process is followed, only its own place."""
         return (self.index,) if self.follows else self.places
 
     @property
@@ -130,7 +130,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Needed:
-    """A message is to be sent. `again`: a run begins, and the first rank starts the agent."""
+    """A message is to be sent. `again`: a run starts, and the first rank starts the agent."""
 
     again: bool = False
 
@@ -148,7 +148,7 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class NobodyListens:
+class NoListener:
     """No agent listens at any of the places of a `Connect`."""
 
 
@@ -159,7 +159,7 @@ class ProcessStarted:
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """The process that is followed has ended."""
+    """The followed process has ended."""
 
     status: int
 
@@ -212,7 +212,7 @@ Event = (
     Needed
     | Tick
     | Connected
-    | NobodyListens
+    | NoListener
     | ProcessStarted
     | ProcessEnded
     | Ended
@@ -230,7 +230,7 @@ Event = (
 @dataclass(frozen=True)
 class Connect:
     """Connect to the first agent that listens at one of these places, and greet it. Leads to
-    `Connected` or `NobodyListens`."""
+    `Connected` or `NoListener`."""
 
     numbers: tuple[int, ...]
 
@@ -309,8 +309,8 @@ def next_state(at: Standing, event: Event, now: float) -> Next:
         case Needed(again=again):
             return _needed(at, now, again), []
         case ProcessStarted():
-            began = replace(at, since=now, start_after=now + AGAIN_SECONDS)
-            return _unlinked(replace(began, follows=True, unproved=True, exit_status=0)), []
+            starting = replace(at, since=now, start_after=now + AGAIN_SECONDS)
+            return _unlinked(replace(starting, follows=True, unproved=True, exit_status=0)), []
         case ProcessEnded(status=status):
             return _unlinked(replace(at, follows=False, exit_status=status)), []
     if at.state is State.OUTDATED:
@@ -321,8 +321,8 @@ def next_state(at: Standing, event: Event, now: float) -> Next:
             return _tick(at, now)
         case Connected(index=index):
             return replace(at, state=State.GREETING, index=index, since=now), []
-        case NobodyListens():
-            return _nobody_listens(at, now)
+        case NoListener():
+            return _no_listener(at, now)
     if at.state not in LINKED:
         return at, []
     match event:
@@ -388,7 +388,7 @@ def _tick(at: Standing, now: float) -> Next:
     return at, [*actions, Connect(at.numbers)]
 
 
-def _nobody_listens(at: Standing, now: float) -> Next:
+def _no_listener(at: Standing, now: float) -> Next:
     """Start an agent, if one is needed and none is on its way."""
     error: OSError | None = None
     if not at.needed or at.inline:

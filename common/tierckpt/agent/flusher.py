@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.codecs.codec import CodecError, Pipeline
 from tierckpt.codecs.shard_coding import Base, Chain, Decoder, Encoder, Plain, Read, cut
 from tierckpt.core.levels import MAX_SUPERSEDED, PERSISTENT
@@ -338,14 +338,14 @@ def open_base(store: PersistentStore, base: Base) -> Callable[[int], Buffer]:
 def _ahead(read: Read, nbytes: int) -> Read:
     """Read whole windows, as blocks are asked for one after the other: a store takes its time for
     each request."""
-    begin, window = 0, b""
+    start, window = 0, b""
 
     def read_ahead(offset: int, wanted: int) -> bytes:
-        nonlocal begin, window
-        if not begin <= offset <= offset + wanted <= begin + len(window):
-            begin = offset
+        nonlocal start, window
+        if not start <= offset <= offset + wanted <= start + len(window):
+            start = offset
             window = read(offset, min(max(wanted, WINDOW_BYTES), nbytes - offset))
-        return window[offset - begin : offset - begin + wanted]
+        return window[offset - start : offset - start + wanted]
 
     return read_ahead
 
@@ -359,9 +359,9 @@ def _name_of(base: Base) -> VersionName:
 
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
-"""Pauses before a lease that is held is tried again: the first, doubling up to the second."""
+"""Pauses before a held lease is tried again: the first, doubling up to the second."""
 LEASE_PATIENCE_SECONDS = 2 * LEASE_SECONDS
-"""A dead run's lease has ended after this time: a lease that is still held is a live run's."""
+"""A dead run's lease has ended after this time: a lease still held is a live run's."""
 FIRST_NODE_SECONDS = 60.0
 """Time that other nodes wait for the first node's lease in a place that was never used."""
 MAX_ROUNDS, ROUND_SECONDS = 4, 30.0
@@ -377,9 +377,9 @@ Answer = Callable[[AgentMessage], None]
 class Flusher:
     """The flusher of one node and place. Any thread may call `order`; its own thread flushes.
 
-    Transient errors are retried: first by the store, call by call, then for the version as a whole,
-    whose finished parts stay. The number of attempts is limited, as other versions wait. A version
-    that still fails is given up, and the next one is tried as usual.
+    Transient errors are retried: first by the store, call by call, then for the version as a whole;
+    finished parts stay. The number of attempts is limited, as other versions wait. A version that
+    still fails is given up, and the next one is tried as usual.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class Flusher:
         self.held = held
         self._on_idle = on_idle
         self._clock: Clock = clock or SystemClock()
-        self.went_on_at = time.monotonic()
+        self.progress_at = time.monotonic()
         """Time when a flush last made progress, or waited as planned, for example for a window."""
         self._changed = threading.Condition()
         self._orders: deque[tuple[FlushOrder, Answer]] = deque()
@@ -435,7 +435,7 @@ class Flusher:
                 thread = threading.Thread(target=self._run, name="tierckpt-flusher", daemon=True)
                 thread.start()  # RuntimeError: no more threads; nothing was ordered then
                 self._thread = thread
-                self._go_on()
+                self._note_progress()
             self._resting = False
             self.held.add(order.keys)
             self._orders.append((order, answer))
@@ -446,7 +446,7 @@ class Flusher:
 
     def quiet_seconds(self) -> float:
         """Return the time since the work under way last made progress; 0.0 without. Any thread."""
-        return max(time.monotonic() - self.went_on_at, 0.0) if self.busy() else 0.0
+        return max(time.monotonic() - self.progress_at, 0.0) if self.busy() else 0.0
 
     def status(self) -> tuple[TaskStatus | None, int]:
         """The flush under way, and the number of versions that wait for it. Any thread."""
@@ -536,7 +536,7 @@ class Flusher:
             if lacks_room(error):  # no complete version would ever trigger retention
                 self._retain(order, complete=False)
         superseded = isinstance(error, FlushCancelledError) and self._superseded()
-        return FlushFailed(order.id, in_words(error), superseded)
+        return FlushFailed(order.id, error_text(error), superseded)
 
     def _exists(self, order: FlushOrder) -> bool:
         """Whether the version exists, as far as this node can see."""
@@ -547,7 +547,7 @@ class Flusher:
     def _retain(self, order: FlushOrder, complete: bool = True) -> None:
         """Remove old versions. A failure here does not affect the version just flushed, which may
         be `complete` or not."""
-        self._go_on()
+        self._note_progress()
         if self._cancelled:
             return
         policy = retention_policy(self.settings)
@@ -559,14 +559,14 @@ class Flusher:
             else:
                 store.make_room(policy, order.facts, self._lease)
         except Exception as error:
-            why = in_words(error)
+            why = error_text(error)
             self._warn(f"some older versions could not be removed; the next flush retries: {why}")
 
     # --- one version ---------------------------------------------------------------------------
 
     def _flush(self, order: FlushOrder) -> Flushed:
-        begin = self._clock.monotonic()
-        self._go_on()
+        start = self._clock.monotonic()
+        self._note_progress()
         store = self._open(order)
         lease = self._wait_for_lease(store, order)
         with contextlib.suppress(PersistentError):  # it concerns older versions only
@@ -582,7 +582,7 @@ class Flusher:
         elif order.name not in self._unproved:
             self._unproved.append(order.name)
         nbytes = result.written_bytes + result.reused_bytes
-        seconds = self._clock.monotonic() - begin
+        seconds = self._clock.monotonic() - start
         return Flushed(order.id, nbytes, seconds, result.committed)
 
     def _write(self, store: PersistentStore, order: FlushOrder, lease: Lease) -> FlushResult:
@@ -622,7 +622,7 @@ class Flusher:
 
         def keep() -> None:
             lease.keep()
-            self._go_on()
+            self._note_progress()
 
         return FlushPacer(self._throttle, turns, self._superseded, keep, self._clock)
 
@@ -663,8 +663,8 @@ class Flusher:
         """
         first, owner = not self.settings.node, f"{order.facts.job} on {order.node}"
         if self._lease is None or self._lease.run_id != order.name.run_id:
-            self._lease = store.lease(order.name.run_id, owner, self._clock, begins=first)
-        begin, pause = self._clock.monotonic(), FIRST_PAUSE_SECONDS
+            self._lease = store.lease(order.name.run_id, owner, self._clock, creates=first)
+        start, pause = self._clock.monotonic(), FIRST_PAUSE_SECONDS
         while True:
             if self._cancelled:
                 raise FlushCancelledError(CANCELLED)
@@ -673,7 +673,7 @@ class Flusher:
             except (LeaseHeldError, FileNotFoundError) as error:
                 held = isinstance(error, LeaseHeldError)
                 patience_seconds = LEASE_PATIENCE_SECONDS if held else FIRST_NODE_SECONDS
-                waited_seconds = self._clock.monotonic() - begin
+                waited_seconds = self._clock.monotonic() - start
                 # A newer version is enough; but of many nodes some come before the first one, in
                 # every run, and its lease is about to be there.
                 soon = not (held or self._lease.was_held or self._superseded())
@@ -727,19 +727,21 @@ class Flusher:
         return self._cancelled or (self.settings.drop_superseded and bool(self._orders))
 
     def _sleep(self, seconds: float) -> None:
-        """Wait between two attempts of a call to the store. The lease is not renewed: that is
-        another call."""
-        FlushPacer(superseded=self._superseded, keep=self._go_on, clock=self._clock).sleep(seconds)
+        """Wait between two attempts of a call to the store. The lease is not renewed: another call
+        does so."""
+        FlushPacer(superseded=self._superseded, keep=self._note_progress, clock=self._clock).sleep(
+            seconds
+        )
 
     def _pause(self, seconds: float) -> None:
         """Wait until the time is over, or a newer version waits."""
         end = self._clock.monotonic() + seconds
         while not (self._orders or self._cancelled) and (left := end - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
-            self._go_on()
+            self._note_progress()
 
-    def _go_on(self) -> None:
-        self.went_on_at = time.monotonic()
+    def _note_progress(self) -> None:
+        self.progress_at = time.monotonic()
 
     def _retried(self, text: str) -> None:
         if self._now is not None:

@@ -20,7 +20,7 @@ from .server import Agent
 from .status import StatusServer
 
 
-def _let_go_of_output() -> None:
+def _detach_output() -> None:
     """Redirect the output to /dev/null. Launchers notice the end of a rank only when no process
     holds their pipes any more. Trainers get messages over sockets, so only a traceback is lost."""
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -34,7 +34,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
     place = settings.place()
     try:
         fd = take_lock(place.lock)
-    except FileNotFoundError:  # the job ended and removed its folder before this process began
+    except FileNotFoundError:  # the job ended and removed its folder before this process started
         return 0
     if fd is None:
         return TAKEN
@@ -45,7 +45,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
     try:
         agent = Agent(settings.linger_seconds, os.environ.pop(environment.ENVIRONMENT_VARIABLE, ""))
         with contextlib.closing(agent), _process(starter_pid) as starter, _watchers(place, agent):
-            agent.serve(listener, _let_go_of_output, starter)
+            agent.serve(listener, _detach_output, starter)
     finally:
         # Only the holder of the lock may remove these, and the lock goes last.
         listener.close()
@@ -59,7 +59,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
 
 @contextlib.contextmanager
 def _watchers(place: AgentFiles, agent: Agent) -> Iterator[None]:
-    """Answer watchers. If that is impossible, the agent works without."""
+    """Answer watchers. If it cannot, the agent works without them."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, RuntimeError):
             listener = place.listen_for_watchers()

@@ -134,22 +134,22 @@ class UsageSampler:
 
     def _sample(self, path: Path) -> None:
         before: dict[str, float] = {}
-        begin, left = time.monotonic(), MAX_SAMPLES
+        start, left = time.monotonic(), MAX_SAMPLES
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("a", buffering=1))
             while clocks := self._named_clocks():
                 now, seconds = time.monotonic(), _read_usage(clocks)
                 cores = {
-                    name: round((spent - before[name]) / (now - begin), 3)
+                    name: round((spent - before[name]) / (now - start), 3)
                     for name, spent in seconds.items()
                     if name in before and left > 0
                 }
                 if cores:
-                    line = [round(time.time(), 4), round(now - begin, 4), cores]
+                    line = [round(time.time(), 4), round(now - start, 4), cores]
                     file.write(json.dumps(line, separators=(",", ":")) + "\n")
                     left -= 1
-                begin, before = now, seconds
+                start, before = now, seconds
                 time.sleep(USAGE_PERIOD_SECONDS if left else 1.0)
             return
         with self._lock:  # the file cannot be written: the next run tries again

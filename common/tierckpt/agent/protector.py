@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierckpt import _faults
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.core.levels import PEER
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
@@ -45,8 +45,8 @@ Answer = Callable[[AgentMessage], None]
 
 @dataclass(frozen=True)
 class _Order:
-    """A version to protect, with the parties known at the time of the order: a run that begins
-    later has other shards here, and other peers."""
+    """A version to protect, with the parties known at the time of the order: a later run has other
+    shards here, and other peers."""
 
     directory: str
     version: VersionId
@@ -188,7 +188,7 @@ class Protector:
             try:
                 self._have_thread()
             except RuntimeError as error:  # the limit of the system or container on threads
-                order.fail(in_words(error))
+                order.fail(error_text(error))
                 return
             self._held.add(order.keys)
             for older in [each for each in self._orders if each.lost is None]:
@@ -234,18 +234,18 @@ class Protector:
                     break
                 order = self._orders.pop(0)
                 self._task = Task(PEER, order.version)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             try:
                 nbytes, errors = _protect_all(order)
             except Exception as error:  # any failure costs only this version's parity
-                nbytes, errors = 0, [in_words(error)]
+                nbytes, errors = 0, [error_text(error)]
             finally:
                 self._held.discard(order.keys)
             if errors:
                 left_out = all(LEFT_OUT in text for text in errors)
                 order.fail("; ".join(errors), superseded=left_out)
             else:
-                seconds = time.perf_counter() - begin
+                seconds = time.perf_counter() - start
                 order.answer(Protected(order.version, nbytes, seconds))
         self._on_idle()
 
@@ -263,7 +263,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
         try:
             written.append(_protect(transport, party, order))
         except Exception as error:
-            errors.append(f"{order.key(party)}: {in_words(error)}")
+            errors.append(f"{order.key(party)}: {error_text(error)}")
 
     threads = []
     for party in order.parties:
@@ -271,7 +271,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
         try:
             thread.start()
         except RuntimeError as error:  # the groups of the other shards continue
-            errors.append(f"{order.key(party)}: {in_words(error)}")
+            errors.append(f"{order.key(party)}: {error_text(error)}")
         else:
             threads.append(thread)
     for thread in threads:

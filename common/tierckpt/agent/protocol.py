@@ -7,10 +7,10 @@ trainer sends `Bye` last, and the agent `Finished`, when its work for this train
 file from a trainer without a `Bye` means that it was killed. `AgentStatus` is for processes
 outside the job.
 
-Encoding: a message is a JSON object whose types are those of the dataclass's fields. `op` names
+Encoding: a message is a JSON object with the types of the dataclass's fields. `op` names
 the message. A VersionId is written as [generation, version], a ShardKey as its stem, a tuple as a
-list. Anything that is not exactly a message raises ValueError that names the field, so no other
-module has to check it.
+list. Anything but a message raises ValueError that names the field, so no other module has to check
+it.
 
 Packets: the socket keeps packets whole. It accepts no packet longer than its buffer, and truncates
 a packet longer than one read. A message about many ranks may be longer. So a long message is sent
@@ -145,7 +145,7 @@ class TaskStatus:
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """The results of an agent's work for one level, since the agent began."""
+    """The results of an agent's work for one level, since the agent started."""
 
     level: str
     stored: int = 0
@@ -235,7 +235,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class FlushOrder:
-    """One version that is complete on the local level of all ranks. Alike on all nodes, except
+    """One version complete on the local level of all ranks. Alike on all nodes, except
     `directory`, `here` and `node`."""
 
     directory: str
@@ -339,7 +339,7 @@ class KnownNodes:
 
     @property
     def mark(self) -> Mark:
-        """A mark that is equal for equal lists."""
+        """A mark, equal for equal lists."""
         return self.generation, digest(repr(self.agents).encode()).hex()
 
 
@@ -376,7 +376,7 @@ class Retire:
     """Apply retention: `keep` versions always stay, `void` ones do not count."""
 
     safe: VersionId | None
-    """The newest version that is complete on the local level of all ranks."""
+    """The newest version complete on the local level of all ranks."""
     lineage: Lineage
     keep: tuple[VersionId, ...] = ()
     void: tuple[VersionId, ...] = ()
@@ -460,7 +460,7 @@ class ShuttingDown:
     where: ListenSettings | None = None
     """The address on which those agents find this one; for `Inherit`."""
     given_up: tuple[int, ...] = ()
-    """Versions whose flush is cancelled."""
+    """Versions with a cancelled flush."""
 
 
 @dataclass(frozen=True)
@@ -671,7 +671,7 @@ def _plain(value: Any) -> Any:
 
 def decode(data: bytes) -> Message:
     """Read a message that `encode` made. Raises ValueError with the reason for anything else: no
-    JSON object, an unknown `op`, a field that is missing, unknown, or of the wrong type.
+    JSON object, an unknown `op`, a field missing, unknown, or of the wrong type.
 
     A `Hello` is read whatever its protocol is: unknown fields are left out.
     """
@@ -826,7 +826,7 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
     """Wait for a message and the descriptors that come with it; None when the other end is closed.
 
     The channel must be blocking. Raises OSError, and ValueError for an invalid message, after which
-    the next call goes on. Where it raises, it leaves no descriptor open.
+    the next call continues. Where it raises, it leaves no descriptor open.
     """
     joiner, descriptors = PacketJoiner(), list[int]()
     try:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tierckpt import _faults
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.codecs.codec import Pipeline
 from tierckpt.codecs.shard_coding import Chain
 from tierckpt.core.levels import PEER, PERSISTENT
@@ -237,7 +237,7 @@ class TrainerSession:
                 case _:
                     raise ValueError(f"{type(message).__name__} is no order for an agent")
         except Exception as error:
-            self.say(_failure(message, in_words(error)))
+            self.say(_failure(message, error_text(error)))
 
     def _prepare(self) -> None:
         try:
@@ -245,7 +245,7 @@ class TrainerSession:
                 self.store.create()
                 removed = self.store.clean(self.settings.shard)
         except OSError as error:
-            what = f"{self.settings.directory} cannot be used ({in_words(error)})"
+            what = f"{self.settings.directory} cannot be used ({error_text(error)})"
             self.say(Problem(f"{what}: versions stay in memory alone, until it can"))
         else:
             if removed:
@@ -354,7 +354,7 @@ class TrainerSession:
                         there.discard(key)
                         went.add(key.id)
                 except OSError as error:
-                    self.say(Problem(f"cannot retire {key}: {in_words(error)}"))
+                    self.say(Problem(f"cannot retire {key}: {error_text(error)}"))
 
         self._drop_marks(went)
 
@@ -387,9 +387,9 @@ class TrainerSession:
     ) -> list[ShardKey]:
         """Shards of ranks that are on other nodes in this run; for the node's first session.
 
-        There are none where nodes share the directory. A version of this run that is complete on
-        all local levels shows whether they do: if so, the directory has shards of it that no rank
-        of this node wrote.
+        There are none where nodes share the directory. A version of this run complete on all local
+        levels shows whether they do: if so, the directory has shards of it that no rank of this
+        node wrote.
         """
         if not self.settings.first or safe is None:
             return []
@@ -470,8 +470,8 @@ of nodes that the agent knows."""
 
 
 Run = tuple[tuple[int | None, str], float]
-"""A start of the job on this node: protocol and environment of its trainers, and the time when one
-of them began (monotonic)."""
+"""A start of the job on this node: protocol and environment of its trainers, and the start of one
+of them (monotonic)."""
 
 
 class Agent:
@@ -482,7 +482,7 @@ class Agent:
         self.linger_seconds = linger_seconds
         self._environment = environment
         self.shutting_down = False
-        """A run of another environment has begun: this agent takes no more orders, and ends."""
+        """A run of another environment has started: this agent takes no more orders, and ends."""
         self._leave_at = 0.0
         """Wait for the first rank of that run until this time (monotonic)."""
         self._given_up: list[int] = []
@@ -492,7 +492,7 @@ class Agent:
         self._lock = threading.Lock()
         self._threads: dict[tuple[str, int], threading.Thread] = {}
         """The thread that serves a shard's last trainer. One trainer of a shard at a time: the work
-        of a killed one is finished before that of its successor begins."""
+        of a killed one is finished before its successor's starts."""
         self._sessions: set[TrainerSession] = set()
         """Sessions in progress."""
         self._newest: dict[tuple[str, int], TrainerSession] = {}
@@ -592,7 +592,7 @@ class Agent:
 
     def _flushing(self) -> list[float]:
         """Time of the last progress of each flush (monotonic)."""
-        return [f.went_on_at for f in self._flushers.values() if f.busy()]
+        return [f.progress_at for f in self._flushers.values() if f.busy()]
 
     def close(self) -> None:
         """Release the resources that the agent itself holds."""
@@ -693,7 +693,7 @@ class Agent:
         with self._lock:
             if self.shutting_down or number != PROTOCOL or not same:
                 return False
-            self._run = max(self._run, run_id, key=_began)
+            self._run = max(self._run, run_id, key=_start_of)
             return True
 
     def _register(self, session: TrainerSession) -> threading.Thread | None:
@@ -701,7 +701,7 @@ class Agent:
         thread."""
         with self._lock:
             self._sessions.add(session)
-            if self.shutting_down:  # began after `_serves`
+            if self.shutting_down:  # started after `_serves`
                 self._given_up += session.leave()
             self._missed.pop(session.at, None)
             self._newest[session.at] = session
@@ -723,10 +723,10 @@ class Agent:
         """Shut down for a later run; answer a trainer of an earlier run that it is outdated."""
         run_id, session = _run_of(hello), hello.session
         with self._lock:
-            outdated = run_id[0] != self._run[0] and _began(run_id) < _began(self._run)
+            outdated = run_id[0] != self._run[0] and _start_of(run_id) < _start_of(self._run)
             if not outdated:
-                self._run = max(self._run, run_id, key=_began)
-                self._begin_shutdown()
+                self._run = max(self._run, run_id, key=_start_of)
+                self._start_shutdown()
         if outdated:
             protocol.send(channel, Outdated())
             return
@@ -740,7 +740,7 @@ class Agent:
         if self._protector is not None:
             self._protector.close()  # the successor needs the port
 
-    def _begin_shutdown(self) -> None:
+    def _start_shutdown(self) -> None:
         """With the lock held: finish the commits in progress, and give up all other work, without
         removing anything, as if this process were killed. Trainers that have not sent their
         greeting stay connected: one may be the trainer to inform."""
@@ -819,10 +819,10 @@ def _greeting(channel: socket.socket) -> Hello | None:
 
 
 def _run_of(hello: Hello) -> Run:
-    """The trainer's run. One of another protocol that does not say when it began counts as new."""
+    """The trainer's run. One of another protocol, without a start time, counts as new."""
     began = hello.began_seconds
     return (hello.protocol, hello.environment), time.monotonic() if began is None else began
 
 
-def _began(run_id: Run) -> float:
+def _start_of(run_id: Run) -> float:
     return run_id[1]

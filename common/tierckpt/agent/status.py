@@ -70,7 +70,7 @@ class Task:
         self._done_bytes = self._total_bytes = 0
 
     def restart(self, total_bytes: int) -> None:
-        """Begin an attempt, with an upper bound of its bytes."""
+        """Start an attempt, with an upper bound of its bytes."""
         self._done_bytes, self._total_bytes = 0, total_bytes
 
     def advance(self, nbytes: int) -> None:
@@ -203,7 +203,7 @@ class StatusServer:
     sleeps while no one asks. Owns `listener`."""
 
     def __init__(self, listener: socket.socket, status: Callable[[], AgentStatus]) -> None:
-        """Begin to answer. `status` is called in the other thread. Raises RuntimeError if no thread
+        """Start to answer. `status` is called in the other thread. Raises RuntimeError if no thread
         can be started."""
         self._listener, self._status = listener, status
         thread = threading.Thread(target=self._serve, name="tierckpt-status", daemon=True)
@@ -313,7 +313,7 @@ class StallWatch:
         self._question: socket.socket | None = None
         self._session = session
         self.outlook: Callable[[], str] = str
-        """What the memory level does while the local one hangs, in words."""
+        """What the memory level does while the local one hangs, as text."""
         self.stalls: dict[str, float] = {}
         """Levels that hang, or AGENT, and since when (monotonic)."""
         self.since = 0.0
@@ -326,7 +326,7 @@ class StallWatch:
     def look(
         self, at_work: bool, place: AgentFiles, pid: int | None, inline: Agent | None
     ) -> list[Problem]:
-        """Ask, or read the answer; returns what has changed, in words. Waits for nothing.
+        """Ask, or read the answer; returns what has changed, as text. Waits for nothing.
 
         `at_work`: some order is in progress. The agent is at `place`, with this process id, or is a
         part of this process."""
@@ -343,7 +343,7 @@ class StallWatch:
             return []
         if inline is not None:
             self._asked_seconds = now
-            return self._heard(inline.status(), now)
+            return self._answered(inline.status(), now)
         if self._question is None:  # None again: no agent listens, it starts or ends
             self._asked_seconds, self._question = now, place.connect_as_watcher()
             return []
@@ -352,7 +352,7 @@ class StallWatch:
             self.close()
             self._asked_seconds = now - ASK_SECONDS
             if answer is not None:
-                return self._heard(answer, now)
+                return self._answered(answer, now)
             self.stalls.pop(AGENT, None)  # it has ended, which is reported
             return []
         busy = pid is not None and _waits_for_core(pid)
@@ -366,7 +366,7 @@ class StallWatch:
         self.close()
 
     def __del__(self) -> None:
-        self.close()  # a job that is dropped says no goodbye
+        self.close()  # a dropped job says no goodbye
 
     def close(self) -> None:
         """Forget the question."""
@@ -374,8 +374,8 @@ class StallWatch:
             self._question.close()
             self._question = None
 
-    def _heard(self, status: AgentStatus, now: float) -> list[Problem]:
-        changes = self._goes_on(AGENT, now)
+    def _answered(self, status: AgentStatus, now: float) -> list[Problem]:
+        changes = self._continues(AGENT, now)
         task = {task.level: str(task.id) for task in status.tasks}
         found = {LOCAL: (status.local_quiet_seconds, task.get(LOCAL, ""))}
         if self._session.persistent is not None:
@@ -385,7 +385,7 @@ class StallWatch:
             if quiet >= (STALL_SECONDS_OF_STORE if far else STALL_SECONDS):
                 changes += self._stalls(level, now - quiet, version)
             else:
-                changes += self._goes_on(level, now)
+                changes += self._continues(level, now)
         return changes
 
     def _stalls(self, what: str, since: float, which: str) -> list[Problem]:
@@ -401,10 +401,10 @@ class StallWatch:
             return [self._said(LOCAL, text, logging.ERROR)]
         work = f"nothing of {which} has been written" if which else "it has not answered"
         text = f"{self._place(what)} hangs: {work} since {at}"
-        text += self._memory() if what == LOCAL else "; versions on other levels go on"
+        text += self._memory() if what == LOCAL else "; versions on other levels continue"
         return [self._said(what, text, logging.ERROR)]
 
-    def _goes_on(self, what: str, now: float) -> list[Problem]:
+    def _continues(self, what: str, now: float) -> list[Problem]:
         since = self.stalls.pop(what, None)
         if since is None:
             return []

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """The part of one Checkpointer that is for its adapter. Training thread, but for `release`."""
+    """The part of one Checkpointer for its adapter. Training thread, but for `release`."""
 
     def __init__(self, checkpointer: CheckpointerCore) -> None:
         self._checkpointer = checkpointer
@@ -94,7 +94,7 @@ class Handle:
         self._checkpointer._release(params, reduction, launched_seconds)
 
     def give_up(self, why: str) -> None:
-        """Fail the version that is being copied, if any; an event gives the reason."""
+        """Fail the version being copied, if any; an event gives the reason."""
         self._checkpointer._active.give_up(why)
 
     def complete(self) -> None:
@@ -108,7 +108,7 @@ class Handle:
 
     @property
     def has_version(self) -> bool:
-        """Whether the memory level has a version that is complete on all ranks."""
+        """Whether the memory level has a version complete on all ranks."""
         return self._checkpointer._agreement.memory.safe is not None
 
     # --- notices -------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Handle:
         self._checkpointer._reports.emit("notice", version=about, severity=severity, message=text)
 
     def notice_of_all(self, text: str, severity: int) -> None:
-        """Emit an event that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
+        """Emit one event of all ranks: rank 0 at `severity`, others at DEBUG."""
         self._checkpointer._reports.notice_of_all(text, severity)
 
     @property
@@ -134,7 +134,7 @@ class Handle:
         """
         call(self._checkpointer._parts.name_reductions, names)
 
-    # --- a job that ends, or whose ranks change -----------------------------------------------
+    # --- a job that ends, or changes its ranks ------------------------------------------------
 
     @property
     def ends_early(self) -> bool:
@@ -176,7 +176,7 @@ class Handle:
         return self._checkpointer._history.lineage
 
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
-        """Go on from the live state, in place of `restore()`; all ranks with the same arguments.
+        """Continue from the live state, in place of `restore()`; all ranks with the same arguments.
 
         For ranks that form a new group and have lost no state.
 
@@ -248,11 +248,12 @@ class Adapter(Protocol):
         ...
 
     def step_class(self, optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-        """The class whose `step` changes the optimizer's parameters, and does nothing else."""
+        """The class with the `step` that changes the optimizer's parameters, and does nothing
+        else."""
         ...
 
     def before_step(self, label: str) -> bool:
-        """The step of the optimizer with this label begins (with a closure: after its first call).
+        """The step of the optimizer with this label starts (with a closure: after its first call).
 
         True: the Checkpointer waits here until everything that the step may change is copied.
         False: nothing changes before the next call of this method (a step within a step).
@@ -292,7 +293,7 @@ class Adapter(Protocol):
         ...
 
     def boundary_passed(self, agreed_vote: int) -> None:
-        """The next iteration begins; `agreed_vote`: the smallest `vote` of all ranks at the
+        """The next iteration starts; `agreed_vote`: the smallest `vote` of all ranks at the
         previous boundary, 0 if there was none."""
         ...
 
@@ -302,8 +303,7 @@ class Adapter(Protocol):
         ...
 
     def saving_now(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a version that is taken now, at any point of the loop. Entering is
-        collective."""
+        """The context of a version taken now, at any point of the loop. Entering is collective."""
         ...
 
     def keeps_boundary(self) -> bool:
@@ -313,11 +313,11 @@ class Adapter(Protocol):
 
     def resume_iteration(self, iteration: int) -> int:
         """The iteration with which a restart from the live state continues, in a loop that calls
-        `step()`: `iteration`, or an earlier one that is to be repeated."""
+        `step()`: `iteration`, or an earlier one to repeat."""
         ...
 
     def restore_begins(self) -> None:
-        """A restore begins, perhaps after an interrupted iteration: end the library's operations in
+        """A restore starts, perhaps after an interrupted iteration: end the library's operations in
         progress. Collective."""
         ...
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, Unpack
 import torch
 
 from tierckpt import _milestones
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.callbacks import CallbackList, Callbacks
 from tierckpt.config import load_config
 from tierckpt.coordination.error_barrier import ErrorBarrier
@@ -143,21 +143,21 @@ class OtherJobs(Part):
         if self._has_record():
             self._forks().found_versions()
 
-    def begin_elsewhere(
+    def start_elsewhere(
         self,
         order: ForkOrder | None,
         strict: bool,
         bar: Progress,
         load_adapter: Callable[[Any], None],
     ) -> Forked | None:
-        """Do as `Forks.begin_elsewhere`, if some rank has an order or a record."""
+        """Do as `Forks.start_elsewhere`, if some rank has an order or a record."""
         config, group = self._job.config, self._job.group
         asked = order is not None or bool(config.persistent.path) or self._has_record()
         if not any(group.all_gather_object(asked)):
             return None
         with ErrorBarrier(group):
             forks = self._forks()
-        return forks.begin_elsewhere(order, strict, bar, load_adapter)
+        return forks.start_elsewhere(order, strict, bar, load_adapter)
 
     def load_parts(
         self, text: str, selection: Selection, strict: bool, bar: Progress
@@ -255,7 +255,7 @@ class Checkpointer(CheckpointerCore):
         **settings: Unpack[Settings],
     ) -> None:
         self._process = os.getpid()
-        begin = time.monotonic()
+        started = time.monotonic()
         _milestones.reached(_milestones.ATTACH)
         group = group or SingleGroup()
         check_receiver(on_event)  # this and the next checks: while no rank waits for another
@@ -269,7 +269,7 @@ class Checkpointer(CheckpointerCore):
         unwell = start.check_health(config, state, group, self._node, slots)
         with contextlib.ExitStack() as undo:  # a failed try must not disturb the next one
             undo.callback(group.close)
-            self._join(topology, registered, on_event, begin, slots, undo)
+            self._join(topology, registered, on_event, started, slots, undo)
             needed_bytes = start.shard_bytes(state, group.size)
             self._resources.tell_of_room(needed_bytes, group, self._node)
             start.report_problems(config, group, state, self._reports, unwell, unprotected)
@@ -316,7 +316,7 @@ class Checkpointer(CheckpointerCore):
             ends()
         position.iteration, position.ahead = position.iteration + 1, 0
         if not (self._history.lineage or self._over):
-            self._levels.begin_afresh()  # all ranks get here, including those that skipped the step
+            self._levels.start_afresh()  # all ranks get here, including those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
         self._agreement.passed(position.iteration)
@@ -371,7 +371,7 @@ class Checkpointer(CheckpointerCore):
             routed.complete = True
         finally:
             routed.complete = bool(routed.complete)
-            folders.clear()  # so a file that is opened later is an error
+            folders.clear()  # so a later `open` is an error
 
     @property
     def restored_files(self) -> Mapping[str, str]:
@@ -391,7 +391,7 @@ class Checkpointer(CheckpointerCore):
 
     @property
     def newest(self) -> Mapping[str, int | None]:
-        """The newest version that is complete on each level of the job, such as `{"memory": 12,
+        """The newest complete version on each level of the job, such as `{"memory": 12,
         "local": 10, "persistent": 8}`; None: no version yet.
 
         What this rank knows since the last boundary, without a look at any place; after `close()`,
@@ -433,7 +433,7 @@ class Checkpointer(CheckpointerCore):
 
     @property
     def exit_reason(self) -> str:
-        """The reason why `should_exit()` is true, in words; empty while it is false."""
+        """The reason why `should_exit()` is true, as text; empty while it is false."""
         return self._halt.reason.text()
 
     @property
@@ -467,10 +467,10 @@ class Checkpointer(CheckpointerCore):
             progress: show a progress bar on the standard error of rank 0; None: if it is a
                 terminal.
             fork_from: another job's path or persistent_path, or `PATH@v4000`; default: the setting
-                `fork_from`. If this job has no version of its own, it begins there, exactly. Later
+                `fork_from`. If this job has no version of its own, it starts there, exactly. Later
                 starts take this job's own versions.
             only: with a fork: take only `"model"`, `"optimizer"` or `"extra"`, or several of these.
-                The job begins at iteration 0 then, and `Restored.partial` is a `PartReport`.
+                The job starts at iteration 0 then, and `Restored.partial` is a `PartReport`.
             map: with a fork: new names for tensors of the model, `{"backbone.*": "encoder.*"}`.
         """
         order = self._fork_order(version, fork_from, only, map, strict)
@@ -533,7 +533,7 @@ class Checkpointer(CheckpointerCore):
         strict: bool = True,
         progress: bool | None = None,
     ) -> PartReport:
-        """Load parts of another job's version into the live state; this job goes on with its own
+        """Load parts of another job's version into the live state; this job continues with its own
         iterations and versions.
 
         For populations that copy the weights of the best member, and for weights trained elsewhere.
@@ -647,14 +647,14 @@ class Checkpointer(CheckpointerCore):
         return self.config.incomplete_exit_status if incomplete else 0
 
     def _close(self) -> JobEnd | None:
-        """Do the work of `close`; a framework goes on with its own end."""
+        """Do the work of `close`; a framework continues with its own end."""
         if self._over:
             return self.end
         if self._in_callback:
             self._agreement.close_asked = True
             return None
         with self._ending():
-            begin = time.perf_counter()
+            started = time.perf_counter()
             self._halt.disarm()
             remove, self.end = self._final_version().make(self._restart.went_back)
             failure = self._parts.first_failure()
@@ -663,7 +663,7 @@ class Checkpointer(CheckpointerCore):
             self._reports.emit(
                 "closed",
                 message=self._halt.reason.text() or TRAINING_END,
-                seconds={"close": time.perf_counter() - begin},
+                seconds={"close": time.perf_counter() - started},
                 facts={"interrupted": self._halt.reason.is_interruption},
             )
             self._shut_down(remove)
@@ -673,7 +673,7 @@ class Checkpointer(CheckpointerCore):
 
     def _finish(self) -> None:
         """The training has ended by itself: other starts at its places shall know."""
-        steps = self._live.steps_made - self._history.began_at
+        steps = self._live.steps_made - self._history.start_version
         if self._history.lineage and (steps or not self._restart.went_back):
             last = VersionId(self._history.generation, self.version)
             self._resources.finished = self._finished.closed(last, steps)
@@ -686,7 +686,7 @@ class Checkpointer(CheckpointerCore):
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Context of the end: callbacks still receive events, but cannot begin anything."""
+        """Context of the end: callbacks still receive events, but cannot start anything."""
         self._shutdown = True
         try:
             yield
@@ -695,7 +695,7 @@ class Checkpointer(CheckpointerCore):
 
     def _end_here(self, unattended: bool) -> None:
         """End the job, as all ranks do at this boundary. With `unattended` nobody asks
-        `should_exit()`, so that the loop would go on."""
+        `should_exit()`, so the loop would continue."""
         self.close()
         if unattended:
             self._halt.exit()
@@ -704,7 +704,7 @@ class Checkpointer(CheckpointerCore):
         """End without a final checkpoint, and leave all versions for a restart; not collective.
 
         Also in the middle of an iteration: first completes the version in progress, if that takes
-        only a few seconds and no optimizer has begun its step. With `commit_newest` it writes the
+        only a few seconds and no optimizer has started its step. With `commit_newest` it writes the
         newest version in memory to local.
         """
         if self._over:
@@ -714,7 +714,7 @@ class Checkpointer(CheckpointerCore):
             try:
                 self._active.last_chance()
             except Exception as error:
-                text = f"the newest version was given up: {in_words(error)}"
+                text = f"the newest version was given up: {error_text(error)}"
                 self._reports.notice(text, logging.WARNING)
             if commit_newest:
                 self._save_now.commit_newest()
@@ -818,7 +818,9 @@ class Checkpointer(CheckpointerCore):
         try:
             self.adapter.closed()
         except Exception as error:
-            self._reports.notice(f"the adapter could not detach: {in_words(error)}", logging.ERROR)
+            self._reports.notice(
+                f"the adapter could not detach: {error_text(error)}", logging.ERROR
+            )
 
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -866,7 +868,7 @@ def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str,
             f"{taken} a checkpointer already, from an earlier call. Several optimizers go into one "
             "call, {'name': optimizer, 'other name': ...}; so do models that train together, "
             "torch.nn.ModuleDict({'name': model, ...}). A job of its own needs another path; to "
-            "begin again, close() the attribute `checkpointer` first"
+            "start again, close() the attribute `checkpointer` first"
         )
 
 

@@ -18,8 +18,7 @@ once, or at the end.
 `repair` makes a restored version redundant again, so that it survives the next loss. A rebuilt
 shard is only in the memory of its rank. The rank puts it into a slot, and from there it goes the
 way of every version: the agent commits it, the votes find the version complete on all nodes, and
-the agents protect it. A shard with a damaged file that is still in a slot of its rank goes the
-same way.
+the agents protect it. A shard with a damaged file, still in a slot of its rank, goes the same way.
 """
 
 from __future__ import annotations
@@ -143,8 +142,8 @@ class Promotion:
         spared: Spared | None = None,
     ) -> None:
         """`best`: the best versions of the local level. `order`: see `flush_order`. `backlog`: its
-        `go_on` is called at every boundary. `spared` receives versions that are complete on the
-        local level."""
+        `advance` is called at every boundary. `spared` receives versions complete on the local
+        level."""
         self._best, self._agent, self._agreement = best, agent, agreement
         self._peers, self._history, self._order = peers, history, order
         self.backlog = backlog
@@ -173,7 +172,7 @@ class Promotion:
         return id_ in self._to_flush
 
     def local_safe(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
-        """Promote a version that is complete on all local levels, and retire older ones.
+        """Promote a version complete on all local levels, and retire older ones.
 
         `largest_bytes` is the size of its largest shard.
         """
@@ -194,7 +193,7 @@ class Promotion:
         self._agent.retire(local.safe, lineage, keep, void)
 
     def protect(self, safe: VersionId) -> None:
-        """Protect a version that is complete on all local levels: parity goes to other nodes."""
+        """Protect a version complete on all local levels: parity goes to other nodes."""
         if self._peers.ready:
             self._agreement.open_later(PEER, safe)
             if not self._peers.protect(safe):
@@ -226,7 +225,7 @@ class Backlog:
         agreement: Agreement,
         passed_over: Callable[[int, str], None],
     ) -> None:
-        """`passed_over` is called with a version that is dropped, and the reason."""
+        """`passed_over` is called with a dropped version, and the reason."""
         self._agent, self._agreement, self._passed_over = agent, agreement, passed_over
         self._drops_superseded = config.persistent.drop_superseded
         self._patient = config.when_busy == "wait"
@@ -249,7 +248,7 @@ class Backlog:
 
         `order` is for the node's agent; None: another rank of the node gives it.
         """
-        self.go_on()  # at this boundary the last flush may have been found complete
+        self.advance()  # at this boundary the last flush may have been found complete
         if self._waiting is not None and self._patient:
             self._wait(*self._waiting)
         if self._waiting is not None:
@@ -257,7 +256,7 @@ class Backlog:
             why = f"v{flushing} is still being flushed by some node, and v{id_.version} is newer"
             self._passed_over(self._waiting[0].version, why)
         self._waiting = (id_, order)
-        self.go_on()
+        self.advance()
 
     def _wait(self, id_: VersionId, order: FlushOrder | None) -> None:
         """Wait for this node's agent; then flush `id_`, the version that has waited.
@@ -275,7 +274,7 @@ class Backlog:
         self._agreement.tell(PERSISTENT, id_, DONE)
         self._passed_over(id_.version, "this node's part of an older one is stuck: its store hangs")
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Flush the waiting version if it may go now. Called at every boundary, when the votes have
         shown which nodes have ended the last flush."""
         under_way = bool(self._agreement.persistent.open)
@@ -385,12 +384,12 @@ class Tiers:
         for problem in self.agent.problems():
             self.reports.on_agent_message(problem)
 
-    # --- a run begins, on all ranks -----------------------------------------------------------
+    # --- a run starts, on all ranks -----------------------------------------------------------
 
-    def begin_afresh(self) -> None:
+    def start_afresh(self) -> None:
         """Start a run that restores nothing; look first at versions of earlier runs. Collective."""
         self.history.look()
-        self.history.begin_afresh()
+        self.history.start_afresh()
         self.meet()
         old = self.history.newest()
         self.history.forget()
@@ -403,20 +402,20 @@ class Tiers:
                 logging.WARNING,
             )
 
-    def go_on_from(
+    def continue_from(
         self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None
     ) -> None:
         """Start a run from the version that the live state equals: one of this job, of the newest
         run in `lineage`, or, with an empty lineage, of another job. Inside a block of
-        `error_barrier`, if that is given. Collective."""
-        self.run_notes.began = VersionId(lineage[-1][0], result.version) if lineage else None
+        `error_barrier`, if given. Collective."""
+        self.run_notes.started_from = VersionId(lineage[-1][0], result.version) if lineage else None
         self.run_notes.fork = "" if lineage else self.run_notes.fork
         with _process.collector_paused():  # the history of many ranks is many objects
             self._learn_from_history(lineage, result)
         self.meet(error_barrier)
 
     def _learn_from_history(self, lineage: Lineage, result: Restored) -> None:
-        self.history.go_on_from(lineage, result.version)
+        self.history.continue_from(lineage, result.version)
         id_ = result.base or VersionId(result.generation, result.version)
         self._pin_as_elsewhere(id_)
         # Also if some shards came from other levels: those in memory may be the only copies.
@@ -436,7 +435,7 @@ class Tiers:
         self.promotion.spared.restart(self.history.newest_clean(id_, LOCAL))
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:
-        """Pin a version on this node that is pinned on some other node. A node that gets the
+        """Pin a version on this node that some other node has pinned. A node that gets the
         version only now, by a repair (see `repair`), does not have the mark yet."""
         pins = {pin for each in self.history.pins for pin in each if pin.version == id_}
         pins_here = self.history.pins[self._group.rank]
@@ -451,7 +450,7 @@ class Tiers:
 
     def meet(self, error_barrier: ErrorBarrier | None = None) -> None:
         """Start the nodes' agents where they are missing, and have them meet under the name of the
-        new run. Inside a block of `error_barrier`, if that is given. Collective.
+        new run. Inside a block of `error_barrier`, if given. Collective.
 
         They are not started earlier if nobody waits for them: a start takes 0.1 s of work, and more
         of memory traffic, while a restore needs the cores."""
@@ -617,7 +616,7 @@ class SealedVersions:
 def repair(attempt: VerifiedVersion, group: Group, levels: Tiers) -> bool:
     """Make a loaded version complete and protected again.
 
-    That is necessary if a part of it was lost or damaged on a disk, or came from a node outside the
+    Necessary if a part of it was lost or damaged on a disk, or came from a node outside the
     job; or if some of its parity is missing, because an earlier run was killed before it had made
     or repaired it.
 

@@ -32,8 +32,7 @@ class Position:
     iteration: int = 0
     """The result of `restore()`, plus the calls of `step()` since then (`boundary="explicit"`)."""
     ahead: int = 0
-    """1 if the live state contains the optimizer step of an iteration whose `step()` call is still
-    to come."""
+    """1 if the live state contains an optimizer step before the `step()` call of its iteration."""
     released: int = 0
     """Number of released layers: the progress of a rank if forward passes are boundaries."""
     metric: float | None = None
@@ -69,7 +68,7 @@ class LiveState:
 
     @property
     def iteration(self) -> int:
-        """Calls of `step()` up to the live state, including one that is still to come."""
+        """Calls of `step()` up to the live state, including one still to come."""
         return self.position.iteration + self.position.ahead
 
     def resume_iteration(self) -> int:
@@ -78,12 +77,12 @@ class LiveState:
             return self.adapter.resume_iteration(self.iteration)
         return self.position.version
 
-    def go_on_from(self, result: Restored) -> None:
-        """Set the place to that of `result`, whose values were loaded."""
+    def continue_from(self, result: Restored) -> None:
+        """Set the place to that of `result`, after its values were loaded."""
         position = self.position
         position.version, position.iteration, position.metric = result.version, int(result), None
         position.ahead = position.released = 0
-        self.iterations.go_on_from(result)
+        self.iterations.continue_from(result)
         self.forget()
 
     def forget(self) -> None:

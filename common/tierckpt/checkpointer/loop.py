@@ -108,7 +108,7 @@ class Rounds:
                 self._break(void)
             elif take:
                 self._void.add(void)
-        self._levels.promotion.backlog.go_on()
+        self._levels.promotion.backlog.advance()
         if broken is not None:
             self._report_broken(broken)
         self._levels.collect()
@@ -160,7 +160,7 @@ class Rounds:
         writes = self._agent.busy() > 0
         if self._meter is not None:
             flushing = bool(self._agreement.persistent.open)
-            self._meter.boundary(at.begin_seconds, newest.version, take, writes, flushing)
+            self._meter.boundary(at.start_seconds, newest.version, take, writes, flushing)
         self._agreement.launch(
             newest,
             busy={MEMORY: not has_room, LOCAL: writes},
@@ -228,10 +228,10 @@ class ActiveSnapshot:
         metric: Callable[[], float | None],
         adapter: Callable[[], Any],
     ) -> Snapshot | None:
-        """Copy the state that changes first into staging buffers; call `begin` next. The version
+        """Copy the state that changes first into staging buffers; call `start` next. The version
         must be in the ledgers.
 
-        Returns None after a failure: the version is broken then, and the training goes on.
+        Returns None after a failure: the version is broken then, and the training continues.
         `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
         """
         try:
@@ -245,16 +245,16 @@ class ActiveSnapshot:
             self._reports.lost(facts.id.version, f"the state could not be captured: {error}")
             return None
 
-    def begin(self, snapshot: Snapshot, boundary_seconds: float) -> None:
+    def start(self, snapshot: Snapshot, boundary_seconds: float) -> None:
         """Start the copy: now, or when the first layer is released.
 
         `boundary_seconds`: start of the version's boundary, by `time.perf_counter()`.
         """
         for taken in self._parts.taken:
             taken(snapshot)
-        snapshot.begin = self._copier.submit
+        snapshot.submit = self._copier.submit
         self.snapshot = snapshot  # from here on it is completed, even after an interrupt
-        self._handoff.begun(snapshot)
+        self._handoff.started(snapshot)
         self._copier.expect(snapshot)
         if snapshot.starts_at_once or not self._pool.complete:
             snapshot.start()
@@ -287,7 +287,7 @@ class ActiveSnapshot:
         self.finish()
 
     def last_chance(self) -> None:
-        """Complete the copy within a few seconds, at the end of a job. No optimizer has begun its
+        """Complete the copy within a few seconds, at the end of a job. No optimizer has started its
         step, perhaps in the middle of an iteration, so the tensors still have the version's
         values."""
         if self.snapshot is not None:
@@ -347,7 +347,7 @@ ORPHANS = (
 
 RENAMED = (
     "{names}: the model has these parameters under other names since a step of this run (pruning, "
-    "a parametrization). A restart begins with the former names, and cannot restore this state "
+    "a parametrization). A restart starts with the former names, and cannot restore this state "
     "(StateMismatchError). Make the change before the checkpointer, in every run"
 )
 
@@ -355,7 +355,7 @@ RENAMED = (
 class TrainingJob(JobBase):
     """What a part may use of its checkpointer, which owns it all. See `JobBase` for the rest."""
 
-    begin_seconds: float
+    start_seconds: float
     """Start of the attach, by `time.monotonic()`."""
     state: TrainingState
     adapter: Adapter
@@ -398,15 +398,15 @@ class CheckpointerCore(abc.ABC):
         topology: JobTopology,
         callbacks: CallbackList,
         on_event: Callback | None,
-        begin_seconds: float,
+        start_seconds: float,
         slots: int,
         undo: contextlib.ExitStack,
     ) -> None:
-        """Open the event log, begin to vote, and take this rank's place on its node. Collective.
-        The attach began at `begin_seconds`, by `time.monotonic()`."""
+        """Open the event log, start to vote, and take this rank's place on its node. Collective.
+        The attach started at `start_seconds`, by `time.monotonic()`."""
         config, group = self.config, self.group
         self._job = job = TrainingJob(config, group, topology, callbacks, on_event, undo)
-        job.begin_seconds, job.state, job.adapter = begin_seconds, self._state, self.adapter
+        job.start_seconds, job.state, job.adapter = start_seconds, self._state, self.adapter
         self._callbacks, self._log = callbacks, job.log
         undo.callback(lambda: call(self._parts.left, False))
         self._parts.make(job, early=True)
@@ -473,7 +473,7 @@ class CheckpointerCore(abc.ABC):
         self._position.metric = value
 
     def _watch_loop(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """Install the hooks that show the begin and end of iterations and optimizer steps; make
+        """Install the hooks that show the start and end of iterations and optimizer steps; make
         what needs to know what the loop has done, and the parts."""
         job, say = self._job, self._reports.notice_of_all
         accumulation = Accumulation(self._state)
@@ -510,8 +510,8 @@ class CheckpointerCore(abc.ABC):
             self.config, self.group.rank, self._resources.job, models, self._reports
         )
         self._halt = self._parts.find(EarlyEnd) or EarlyEnd()
-        going_on = self._parts, self._schedule, accumulation
-        self._restart = Restart(*about, *going_on, self.complete, self._finished)
+        about_loop = self._parts, self._schedule, accumulation
+        self._restart = Restart(*about, *about_loop, self.complete, self._finished)
         take = partial(self._boundary, force=True)
         saved = self._levels, self._sealed, self._parts
         self._save_now = SaveNow(self.group, self._live, *saved, take, self.wait)
@@ -520,7 +520,7 @@ class CheckpointerCore(abc.ABC):
         call(reversed(self._parts.end), remove)
 
     def _stepped_before_boundary(self) -> None:
-        """Keep what the loop will have changed by the forward pass that is the boundary."""
+        """Keep what the loop will have changed by the forward pass of the boundary."""
         call(self._parts.stepped)
         self._active.capture.keep_streams()
 
@@ -532,15 +532,15 @@ class CheckpointerCore(abc.ABC):
         while the next iteration computes."""
         parts, explicit = self._parts, self._iterations.explicit
         self.adapter.boundary_begins(force)
-        for begins in parts.boundary_begins:
-            begins(not explicit)
-        begin = time.perf_counter()
+        for starts in parts.boundary_begins:
+            starts(not explicit)
+        start = time.perf_counter()
         self._active.finish()
         position = self._position
         position.version += self._iterations.pass_boundary()
         place = position.iteration if explicit else position.released
         if not self._history.lineage:
-            self._levels.begin_afresh()
+            self._levels.start_afresh()
         id_ = VersionId(self._history.generation, position.version)
         # The votes about the last boundary.
         agreed = self._rounds.read()
@@ -550,7 +550,7 @@ class CheckpointerCore(abc.ABC):
         if self._agreement.diverged is not None:
             self._report_divergence()
         run, rows = self._history.name, self._agreement.rows
-        at = Boundary(id_, run, begin, force, place, agreed, rows)
+        at = Boundary(id_, run, start, force, place, agreed, rows)
         parts.read(at)
         if self._agreement.superseded_earlier(id_.generation):
             self._resources.clear(self._node)
@@ -566,12 +566,12 @@ class CheckpointerCore(abc.ABC):
         snapshot = self._open_snapshot(id_, at.levels, vote == VOID) if at.levels else None
         # The votes about this boundary.
         self._rounds.vote(at, vote, parts.vote(at))
-        # The next iteration begins.
+        # The next iteration starts.
         at.early = self._active.release_early
         for voted in parts.voted:
             voted(at)
         if snapshot is not None:
-            self._active.begin(snapshot, begin)
+            self._active.start(snapshot, start)
         self.adapter.boundary_passed(agreed.adapter)
         _milestones.reached(_milestones.BOUNDARY)
         for ends in parts.boundary_ends:
@@ -602,7 +602,7 @@ class CheckpointerCore(abc.ABC):
     def _open_snapshot(
         self, id_: VersionId, levels: tuple[Level, ...], void: bool
     ) -> Snapshot | None:
-        """Begin a version: capture the state that changes first. A failure breaks the version and
+        """Start a version: capture the state that changes first. A failure breaks the version and
         not the training. With `void` the adapter rejects the version."""
         # First in the ledgers: even after a failure all ranks have the same list of versions.
         self._agreement.open(id_, levels)
@@ -644,7 +644,7 @@ class CheckpointerCore(abc.ABC):
     @abc.abstractmethod
     def _end_here(self, unattended: bool) -> None:
         """End the job, as all ranks do at this boundary. With `unattended` nobody asks
-        `should_exit()`, so that the loop would go on: raise SystemExit then."""
+        `should_exit()`, so the loop would continue: raise SystemExit then."""
 
     # --- the hooks between two boundaries -------------------------------------------------------
 
@@ -665,10 +665,10 @@ class CheckpointerCore(abc.ABC):
             self._active.release(params)
 
     def _before_step(self, label: str) -> None:
-        """Called at the beginning of a registered optimizer's step. Raises RestoreError before the
+        """Called at the start of a registered optimizer's step. Raises RestoreError before the
         first one after a restore, if that has other data."""
-        for begins in self._parts.step_begins:
-            begins()
+        for starts in self._parts.step_starts:
+            starts()
         if self.adapter.before_step(label):
             self._barrier()
             for ready in self._parts.gradients_ready:
@@ -682,19 +682,19 @@ class CheckpointerCore(abc.ABC):
 
     def _before_change(self) -> None:
         """Wait as `_barrier` does, before a change of weights outside optimizer steps."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         if self._active.snapshot is not None:
             self._active.finish()
         for settle in self._parts.settle:
             settle()
         for changes in self._parts.changes:
-            changes(begin)
+            changes(start)
 
     def complete(self) -> None:
         """Wait until the version in progress is sealed or has failed, and nothing reads the live
         state. Not collective.
 
-        Call it between two steps, or in the middle of an iteration before an optimizer has begun
+        Call it between two steps, or in the middle of an iteration before an optimizer has started
         its step.
         """
         self._active.complete()
@@ -709,7 +709,7 @@ class CheckpointerCore(abc.ABC):
         """
         if self._closed:
             return not self._agent.committing()
-        begin = time.monotonic()
+        start = time.monotonic()
         self.complete()
         some = shutdown.NOTICE_SECONDS
         rank = self.group.rank
@@ -725,7 +725,7 @@ class CheckpointerCore(abc.ABC):
             elif not (done := wait(some)) and not (self._agent.stalled and over()):
                 progress.say(f"waiting for writes to {self.config.directory}")
                 done = wait(timeout_seconds and timeout_seconds - some)
-        end = math.inf if timeout_seconds is None else begin + timeout_seconds
+        end = math.inf if timeout_seconds is None else start + timeout_seconds
         for drain in self._parts.drain:
             done = drain(end - time.monotonic()) and done
         self._levels.collect()

@@ -84,7 +84,7 @@ class NodeResources:
         except OSError as error:
             raise ConfigError(
                 f"rank {self._rank} cannot use its place in shared memory: {error}. Only this job "
-                f"writes to {self.job.path}: remove the file that is in the way there"
+                f"writes to {self.job.path}: remove the file in the way there"
             ) from error
         if self._claims is not None:
             undo.callback(self._claims.release)
@@ -116,7 +116,7 @@ class NodeResources:
             on_wait=lambda text: reports.notice(text, severity),
             watches=watched_directories(config, self._rank, node),
             local=local,
-            goes_on_from=config.rollback_to,
+            continues_from=config.rollback_to,
         )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)

@@ -1,4 +1,4 @@
-"""Versions on demand: of the live state, durable before the training goes on or ends.
+"""Versions on demand: of the live state, durable before the training continues or ends.
 
 A version in memory is used if all ranks have it and it still equals the live state of all;
 otherwise a new one is taken. So the result does not depend on the progress of earlier copies.
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import by_rank
 from tierckpt.core.decisions import EarlyEnd, Reason
@@ -84,7 +84,7 @@ class SaveNow:
 
     def save(self, end: float = math.inf) -> None:
         """Store the live state in memory and on local; waits for the disk until `end` (monotonic
-        clock). A version that is not on disk then is broken."""
+        clock). A version not on disk then is broken."""
         trained = self._live.iterations.steps > 0
         with contextlib.ExitStack() as saving:
             for part_saves in self._parts.saving:
@@ -204,7 +204,7 @@ class FinalVersion:
             left.pop(MEMORY, None)
         # Where there are other levels, memory is no place for an end.
         due = [level for level in left if level != MEMORY or alone]
-        if went_back and version == self._history.began_at:
+        if went_back and version == self._history.start_version:
             due = []  # older than what is there
         missing = tuple(level for level in due if (left[level] or 0) < version)
         end = JobEnd(version, left, missing)
@@ -218,25 +218,25 @@ class FinalVersion:
                 self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
                 self._save_now.commit_newest()
                 return False
-            if went_back and self._live.steps_made == self._history.began_at:
+            if went_back and self._live.steps_made == self._history.start_version:
                 version = self._live.position.version
                 text = f"no step was made after v{version}: newer versions stay"
                 self._reports.notice_of_all(text, logging.INFO)
                 return False
-            end = self._begin()
+            end = self._new_shutdown()
             safe = self._make_durable(end)
         except Exception as error:
-            self._reports.notice(f"the final checkpoint failed: {in_words(error)}", logging.ERROR)
+            self._reports.notice(f"the final checkpoint failed: {error_text(error)}", logging.ERROR)
         return self._end_together(end, safe)
 
-    def _begin(self) -> Shutdown:
+    def _new_shutdown(self) -> Shutdown:
         nbytes = start.shard_bytes(self._live.state, self._group.size) * len(self._node.ranks)
         return Shutdown(self._config, self._levels.agent, self._reports, self._halt, nbytes)
 
     def _make_durable(self, end: Shutdown) -> bool:
         """Take the version, if the state is new. False if it is not durable."""
         if self._config.uses(LOCAL) and not (self.nothing_new() and self._is_far()):
-            if self._made_none and self._sealed.commit_as_it_is(self._begun_from_memory()):
+            if self._made_none and self._sealed.commit_as_it_is(self._start_in_memory()):
                 self._wait(end.last_call - time.monotonic())
                 self._agreement.settle()
             else:
@@ -263,7 +263,7 @@ class FinalVersion:
                 compare_last([each[number] for *_, each in gathered])
         except Exception as error:
             outcomes, ranks_answer = [(False, before, answers)], False
-            self._reports.notice(f"the other ranks do not answer: {in_words(error)}", logging.ERROR)
+            self._reports.notice(f"other ranks do not answer: {error_text(error)}", logging.ERROR)
         if not (safe := all(safe for safe, _, _ in outcomes)):
             left = "the memory of this node has no version either"
             if any(self._job.sealed()):
@@ -294,23 +294,23 @@ class FinalVersion:
                 self._agreement.settle()
                 levels.promotion.retire()
         except Exception as error:
-            self._reports.notice(f"not all ranks end together: {in_words(error)}", logging.INFO)
+            self._reports.notice(f"not all ranks end together: {error_text(error)}", logging.INFO)
 
     def nothing_new(self) -> bool:
         """True if no step was made since the start, or since a restore from disk."""
         if not self._made_none:
             return False
-        begun = self._history.began_at
+        start_version = self._history.start_version
         durable, past = self._agreement.local.safe, self._history.lineage
-        if durable is None or durable.version != begun:
-            return begun == 0
+        if durable is None or durable.version != start_version:
+            return start_version == 0
         return on_lineage(durable, past)
 
     def _is_far(self) -> bool:
-        """True if the persistent level, where there is one, had what this run began with: where an
-        earlier run could not bring it there, this one does. The same on all ranks."""
+        """True if the persistent level, where there is one, had what this run started with: where
+        an earlier run could not bring it there, this one does. The same on all ranks."""
         newest = self._reports.newest(PERSISTENT) or 0
-        return newest >= self._history.began_at or not self._config.uses(PERSISTENT)
+        return newest >= self._history.start_version or not self._config.uses(PERSISTENT)
 
     @property
     def _made_none(self) -> bool:
@@ -318,12 +318,12 @@ class FinalVersion:
         memory = self._agreement.memory
         known = [*memory.open, *filter(None, [memory.safe])]
         taken = any(self._history.is_own(id_.generation) for id_ in known)
-        return self._live.steps_made == self._history.began_at and not taken
+        return self._live.steps_made == self._history.start_version and not taken
 
-    def _begun_from_memory(self) -> VersionId | None:
-        """The version of an earlier run that this run began with, if memory still has it."""
-        safe, begun = self._agreement.memory.safe, self._history.began_at
+    def _start_in_memory(self) -> VersionId | None:
+        """The version of an earlier run that this run started with, if memory still has it."""
+        safe, first = self._agreement.memory.safe, self._history.start_version
         known = (
-            safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)
+            safe is not None and safe.version == first and on_lineage(safe, self._history.lineage)
         )
         return safe if known else None

@@ -4,13 +4,13 @@ Without torch. While one rank waits for its disk, other ranks wait in a collecti
 scheduler may kill all. So every wait here has a limit, and events name the versions that are
 incomplete at that limit.
 
-A finished training made its last step, and closed without an error or a halt. A restart goes on
-where a run was killed or halted. From the end of a finished training it goes on as well (with more
-epochs), but a second training that shares its path would take that end for its own result. Two
+A finished training made its last step, and closed without an error or a halt. A restart continues
+where a run was killed or halted. From the end of a finished training it continues as well (with
+more epochs), but a second training that shares its path would take that end for its own result. Two
 cases are certain, and refused: the start waited for that run and saw it finish
-(`JobFinishedError`), or this process itself has finished it, and a model, an optimizer or a
-trainer is another object now (a further fold, fine-tuning, a trial). In all other cases nobody can
-know, and a run that makes no step says so.
+(`JobFinishedError`), or this process itself has finished it, and a model, an optimizer or a trainer
+is another object now (a further fold, fine-tuning, a trial). In all other cases nobody can know,
+and a run that makes no step says so.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Finished:
     """The script asks for the newest version by an argument of its framework."""
     trains = False
     """The run is a training for certain, not a look at the result of one."""
-    _began_at_end = False
+    _started_at_end = False
     """The restored version is the last one of a run that has finished."""
 
     def __init__(
         self, config: Config, rank: int, job: JobDirectory, parts: Sequence[Any], reports: Reports
     ) -> None:
-        """`parts`: the objects that go on together in a training; if all are the same again, it is
+        """`parts`: the objects that stay together in a training; if all are the same again, it is
         the same training."""
         self.parts = parts
         self._config, self._rank, self._job, self._reports = config, rank, job, reports
@@ -85,18 +85,18 @@ class Finished:
                     f"{place[0]} has the end of another training, v{end.version}: this process has "
                     "finished it, and made a model, an optimizer or a trainer since. This one "
                     "would take that end for its own, and make no step or too few",
-                    "Give each training a path of its own (with fork_from=THAT PATH it begins with "
-                    f"that end). To go on here: restore(version={found.version}), or the setting "
-                    f"rollback_to={found.version}",
+                    "Give each training a path of its own (with fork_from=THAT PATH it starts with "
+                    f"that end). To continue here: restore(version={found.version}), or the "
+                    f"setting rollback_to={found.version}",
                 )
 
-    def began_with(self, run_id: str, version: int) -> None:
-        """The run begins with this version of that run."""
-        self._began_at_end = False
+    def started_with(self, run_id: str, version: int) -> None:
+        """The run starts with this version of that run."""
+        self._started_at_end = False
         if self._rank == 0 and self._config.uses(LOCAL):
             with contextlib.suppress(Exception):  # it is for a warning only
                 end = RunRecords(self._config.directory).end_of(run_id)
-                self._began_at_end = end is not None and (
+                self._started_at_end = end is not None and (
                     (end.reason, end.version) == (TRAINING_END, version)
                 )
 
@@ -107,12 +107,12 @@ class Finished:
             return None
         parts = [weakref.ref(each) for each in self.parts]
         _ends.update(dict.fromkeys(self._places(), (os.getpid(), last, parts)))
-        if not steps and (self.trains or self._began_at_end):
-            here = " where an earlier run has finished" if self._began_at_end else ""
+        if not steps and (self.trains or self._started_at_end):
+            here = " where an earlier run has finished" if self._started_at_end else ""
             self._reports.notice_of_all(
-                f"nothing is left to train: this run has made no step. It began with "
-                f"v{last.version},{here or ' its last one'}. If it is to go on, raise its number "
-                "of steps or epochs; another training needs another path",
+                f"nothing is left to train: this run has made no step. It started with "
+                f"v{last.version},{here or ' its last one'}. If it is to continue, raise its "
+                "number of steps or epochs; another training needs another path",
                 logging.WARNING,
             )
         return last.version if steps else None
@@ -188,9 +188,9 @@ class WaitProgress:
         has_bar = Progress.wanted(rank, None)
         self._bar = Progress(has_bar)
         # The bar has the terminal's line; without logging set up, text would go there as well.
-        heard = speaks and not (has_bar and not logger.hasHandlers())
-        self._severity = logging.INFO if heard else logging.DEBUG
-        self._began = time.monotonic()
+        shown = speaks and not (has_bar and not logger.hasHandlers())
+        self._severity = logging.INFO if shown else logging.DEBUG
+        self._started = time.monotonic()
         self._line_seconds = LINE_SECONDS
         self._phase, self._done_bytes = ("", 0), 0
 
@@ -205,17 +205,17 @@ class WaitProgress:
         what, done, total = self._state()
         if (what, total) != self._phase or done < self._done_bytes:
             self._phase, self._done_bytes = (what, total), 0
-            self._bar.begin(what, total)
+            self._bar.start_phase(what, total)
         self._bar.advance(done - self._done_bytes)
         self._done_bytes = done
-        waited = time.monotonic() - self._began
+        waited = time.monotonic() - self._started
         if waited >= self._line_seconds:
             self._line_seconds *= 2
             amount = f": {size_text(done) or '0 B'} of {size_text(total)}" if total else ""
             self.say(f"still {what}{amount}, for {waited:.0f} s now")
 
     def _state(self) -> tuple[str, int, int]:
-        """The work that is waited for, its bytes done and in all (0: unknown)."""
+        """The awaited work, its bytes done and in all (0: unknown)."""
         if committing := self._agent.committing():
             return f"writing {committing[-1]} to {self._config.directory}", 0, 0
         behind = self._agent.behind()
@@ -252,8 +252,8 @@ class Shutdown:
         granted = halting.seconds_to_wait()
         self.granted_seconds = seconds if granted is None else min(seconds, granted)
         """Longest wait for the node's disk; shorter if the allocation ends soon."""
-        self._began = time.monotonic()
-        self.last_call = self._began + self.granted_seconds
+        self._started = time.monotonic()
+        self.last_call = self._started + self.granted_seconds
         """End of that wait, by `time.monotonic()`."""
 
     def disk_has_all(self, wait: Callable[[float], bool]) -> bool:
@@ -261,7 +261,7 @@ class Shutdown:
         an event for each of them and returns False. `wait` is `Checkpointer.wait`."""
         self.disk_answers = done = wait(max(self.last_call - time.monotonic(), 0.0))
         for id_ in () if done else self._agent.committing():
-            waited = time.monotonic() - self._began
+            waited = time.monotonic() - self._started
             why = f"{self._config.directory} has not stored it in {waited:.0f} s"
             self._reports.not_committed_later(id_, f"{why}, and the job ends; {self._successor()}")
         self._reports.say()
@@ -272,8 +272,8 @@ class Shutdown:
         node away.
 
         Waits only while there is progress, so that a hanging store does not keep the job from
-        ending, and no longer than `EarlyEnd` grants. Shows `progress`, and emits an event for
-        each version that is incomplete at the end; `collect` reports failures during the wait."""
+        ending, and no longer than `EarlyEnd` grants. Shows `progress`, and emits an event for each
+        incomplete version at the end; `collect` reports failures during the wait."""
         granted, look = self._halt.seconds_for_others, progress.look
         if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True, on_look=look):
             return
@@ -294,11 +294,11 @@ class Shutdown:
                 self._reports.left_behind(level, id_, text)
 
     def _targets(self) -> str:
-        """The levels that versions are on their way to, in words."""
+        """The levels that versions are on their way to, as text."""
         return " and ".join(place_of(level, self._config) for level in self._agent.behind())
 
     def _successor(self) -> str:
-        """The process that continues with the incomplete versions, in words."""
+        """The process that continues with the incomplete versions, as text."""
         if self._config.agent == "inline":
             return "the next run continues from there"
         return f"the node's agent (process {self._agent.pid}) continues as long as it runs"

@@ -4,15 +4,15 @@
 |---|---|
 | end what is in progress, look for a version | `_find` |
 | load it, and make the steps of the journal after it again | `_load` |
-| begin the run from that | `_begin_with` |
-| without a version: from one of another job, or from nothing | `_begin_elsewhere` |
-| every counter and every level goes on from there | `_go_on_from` |
+| start the run from it | `_start_from` |
+| without a version: from one of another job, or from nothing | `_start_elsewhere` |
+| every counter and every level continues from there | `_continue_from` |
 
 `restore.session` has the steps from the inventory to the loaded version.
 
 The data witness: whether the data after a restart are those of the version, on all ranks. Each
 resumed loader compares its newest batch, loaded once more, with the fingerprint in the version
-(`state.witness`). It begins its pass on one rank alone, so it raises nothing. The first optimizer
+(`state.witness`). It starts its pass on one rank alone, so it raises nothing. The first optimizer
 step after the restore, which all ranks make, gathers what was found.
 """
 
@@ -113,7 +113,7 @@ def agree(
 
 @contextlib.contextmanager
 def _on_all_ranks(group: Group) -> Iterator[None]:
-    """Context whose error all ranks raise: those without it, in `agree_on_settings`."""
+    """Context with an error that all ranks raise: those without it, in `agree_on_settings`."""
     try:
         yield
     except TierckptError as error:
@@ -123,8 +123,8 @@ def _on_all_ranks(group: Group) -> Iterator[None]:
 def report_problems(
     config: Config, group: Group, state: TrainingState, reports: Reports, *severe: str
 ) -> None:
-    """Report `severe` problems that are not empty, settings without effect, and state that is not
-    stored or is stored in a way of its own."""
+    """Report `severe` problems that are not empty, settings without effect, and state not stored,
+    or stored in a way of its own."""
     for text in severe:
         if text and group.rank == 0:
             reports.notice(text, logging.ERROR)
@@ -157,7 +157,7 @@ def check_state(state: TrainingState) -> None:
 
 
 def _is_idle(obj: Any) -> bool:
-    """Whether an object has no state at all: a scaler that is off, a loss."""
+    """Whether an object has no state: a disabled scaler, a loss."""
     return type(obj).__module__.partition(".")[0] == "torch"
 
 
@@ -170,12 +170,12 @@ def without_state(name: str, obj: Any) -> str:
         cure = "If it has a state, make it a buffer, or return it from get_extra_state()"
     return (
         f"extra[{name!r}], a {type(obj).__name__}: its state_dict() is empty, so nothing of it is "
-        f"in a checkpoint, and a resumed run begins with a new one. {cure}"
+        f"in a checkpoint, and a resumed run starts with a new one. {cure}"
     )
 
 
 def left_out(state: TrainingState) -> str:
-    """The buffers that no `state_dict()` contains, in words; empty if there are none."""
+    """The buffers that no `state_dict()` contains, as text; empty if there are none."""
     names = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in named_modules(state.model)
@@ -214,7 +214,7 @@ def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:
-    """Check the job's nodes: returns their problems in words, by node name; empty if there are none
+    """Check the job's nodes: returns their problems as text, by node name; empty if there are none
     or `health` is `off`. Collective: the first rank of each node examines it. Each rank of a node
     needs room for `count` slots.
 
@@ -265,8 +265,8 @@ REFUSED = (
 )
 OVERWRITTEN = (
     "{names} had other values before the first step than restore() had set: something has written "
-    "weights since, so the run does not go on from v{version}. Load and initialise weights before "
-    "restore()"
+    "weights since, so the run does not continue from v{version}. Load and initialise weights "
+    "before restore()"
 )
 SAMPLED = 64
 """Limit of parameters that are compared."""
@@ -284,7 +284,7 @@ class DataWitness(Part):
         """Of every job."""
         return cls(job.config.data_witness, job.group, job.state, job.reports)
 
-    idle = frozenset(("step_begins", "iteration_ends"))
+    idle = frozenset(("step_starts", "iteration_ends"))
     result: tuple[int, str] | None = None
     """Of the last restart: the newest batches that were compared, on all ranks, and what differs;
     None before that."""
@@ -315,16 +315,16 @@ class DataWitness(Part):
         due = result.version > 0 and self.mode != "off"
         self._weights = self._sampled() if due else {}
         if due:  # on all ranks
-            self.wake("step_begins", "iteration_ends")
+            self.wake("step_starts", "iteration_ends")
 
-    def step_begins(self) -> None:
+    def step_starts(self) -> None:
         """Compare, before the first step after a restore. Collective. Raises RestoreError, on all
-        ranks, if the data of one rank differ, unless that is to be a warning."""
-        self.sleep("step_begins", "iteration_ends")
+        ranks, if the data of one rank differ, unless the setting asks for a warning."""
+        self.sleep("step_starts", "iteration_ends")
         self._compare_weights()
         for _, each in self._objects():
             if isinstance(each, LoaderPlace):
-                each.step_begins()
+                each.step_starts()
         found = dict(self._comparisons())
         why = [f"{name}: {each.text()}" for name, each in found.items() if each.differences]
         batches = sum(each.batches for each in found.values())
@@ -343,7 +343,7 @@ class DataWitness(Part):
             self._reports.notice_of_all(text, logging.WARNING)
         self.result = sum(batches for _, batches in gathered), text
 
-    iteration_ends = step_begins
+    iteration_ends = step_starts
     """All ranks get here, also one that skipped its first step."""
 
     def _sampled(self) -> dict[str, list[Any]]:
@@ -369,7 +369,7 @@ class DataWitness(Part):
             self._reports.notice_of_all(text, logging.WARNING)
 
     def _late(self, name: str, why: str) -> None:
-        """A loader began its resumed pass after the first step: this rank alone knows."""
+        """A loader started its resumed pass after the first step: this rank alone knows."""
         ranks, why = [self._group.rank], f"{name}: {why}"
         if self.mode == "error":
             raise self._error(ranks, why)
@@ -449,18 +449,18 @@ class Restart:
                 loaded = self._load(session, attempt, strict, replay)
                 if loaded is not None:
                     loaded.result.unrepeated = unrepeated
-                    return self._begin_with(session, attempt, loaded)
-            # Steps could not be made again exactly: the version anew, and the steps before them.
+                    return self._start_from(session, attempt, loaded)
+            # Steps could not be made again exactly: the version again, and the steps before them.
             assert replay is not None
             most, unrepeated = replay.exact, replay.unrepeated
             session, attempt = self._find(version, bar)
-        return self._begin_elsewhere(session, fork, strict, bar)
+        return self._start_elsewhere(session, fork, strict, bar)
 
     def _find(
         self, version: int | None, bar: Progress
     ) -> tuple[RestoreSession, VerifiedVersion | None]:
         """Look for the version, read and verify it; None if there is no version at all."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         levels = self._levels
         # The version in progress is valid: no step has changed the state yet.
         levels.agreement.even_out()  # the copier may wait for a vote
@@ -480,7 +480,7 @@ class Restart:
                 levels.history,
                 levels.reports,
                 bar,
-                begin,
+                start,
                 levels.resources.left_elsewhere,
             )
         found = session.find(version, self._live.position.version)
@@ -514,9 +514,9 @@ class Restart:
         none."""
         live, replay = self._live, None
         for records_after in self._parts.records_after if most != 0 else ():
-            base, began = attempt.plan.id, self._levels.history.began_last
+            base, rollback = attempt.plan.id, self._levels.history.rollback_run
             barrier, step_class = ErrorBarrier(self._group), live.adapter.step_class
-            replay = records_after(base, began, barrier, step_class, most)
+            replay = records_after(base, rollback, barrier, step_class, most)
         if replay is None:
             yield None
             return
@@ -532,7 +532,7 @@ class Restart:
         if self._group.rank:
             return
         for unused_after in self._parts.unused_after:
-            if text := unused_after(base, self._levels.history.began_last, strict):
+            if text := unused_after(base, self._levels.history.rollback_run, strict):
                 self._levels.reports.notice(text, logging.WARNING)
 
     def load_from(
@@ -546,25 +546,25 @@ class Restart:
         (load_parts,) = self._parts.load_parts
         report: PartReport = load_parts(source, selection, strict, bar)
         self._live.forget()
-        self._schedule.requested |= self._parts.begins_with
+        self._schedule.requested |= self._parts.starts_with
         return report
 
-    # --- a run begins ---------------------------------------------------------------------------
+    # --- a run starts ---------------------------------------------------------------------------
 
-    def _begin_with(
+    def _start_from(
         self, session: RestoreSession, attempt: VerifiedVersion, loaded: LoadedVersion
     ) -> Restored:
-        """Begin a run with a loaded version. Raises StateTornError on all ranks if one of them
+        """Start a run with a loaded version. Raises StateTornError on all ranks if one of them
         cannot."""
         from tierckpt.restore.verification import all_finished
 
         error_barrier = ErrorBarrier(self._group, attempt.incomplete)
         with error_barrier:
-            self._go_on_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
+            self._continue_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
             all_finished(attempt, error_barrier)
             self.went_back = session.went_back(attempt)
             facts = loaded.manifest.facts
-            self._finished.began_with(facts.run_id, facts.id.version)
+            self._finished.started_with(facts.run_id, facts.id.version)
             session.settle_rollback(attempt)
             self._live.state.drop_gradients()  # left by an interrupted iteration
             mended = not self._config.uses(LOCAL) or repair(attempt, self._group, self._levels)
@@ -572,18 +572,18 @@ class Restart:
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
             # The journal leads to no version that was in memory alone, and its records do not give
             # up newer versions of an earlier run, or the journal of another number of ranks.
-            self._schedule.requested |= self._parts.begins_with
+            self._schedule.requested |= self._parts.starts_with
             call(self._parts.found_versions)
             return session.report(loaded.result)
 
-    def _begin_elsewhere(
+    def _start_elsewhere(
         self, session: RestoreSession, order: ForkOrder | None, strict: bool, bar: Progress
     ) -> Restored:
-        """Begin this job, which has no version of its own, from a version of another job, if one
-        was ordered; else from nothing. Raises as `_begin_with`."""
+        """Start this job, which has no version of its own, from a version of another job, if one
+        was ordered; else from nothing. Raises as `_start_from`."""
         forked: Forked | None = None
-        for begin_elsewhere in self._parts.begin_elsewhere:
-            forked = begin_elsewhere(order, strict, bar, self._live.adapter.load)
+        for start_elsewhere in self._parts.start_elsewhere:
+            forked = start_elsewhere(order, strict, bar, self._live.adapter.load)
         if forked is None:
             with ErrorBarrier(self._group) as error_barrier:
                 self._levels.meet(error_barrier)
@@ -593,7 +593,7 @@ class Restart:
         self._levels.run_notes.fork = forked.result.forked_from
         error_barrier = ErrorBarrier(self._group, forked.found.incomplete)
         with contextlib.closing(forked.found), error_barrier:
-            self._go_on_from((), forked.start, error_barrier)
+            self._continue_from((), forked.start, error_barrier)
             all_finished(forked.found, error_barrier)
             self._live.state.drop_gradients()
             if self._config.uses(LOCAL):  # the source's version is held until then
@@ -601,28 +601,28 @@ class Restart:
             return session.report(forked.result)
 
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
-        """Begin a run with the live state as it is, see `Handle.carry_on`."""
+        """Start a run with the live state as it is, see `Handle.carry_on`."""
         history = self._levels.history
         history.look()
         result = Restored(iteration)
         result.version, result.generation = version, lineage[-1][0] if lineage else 0
         result.iteration_counts = self._live.iterations.counts
-        self._go_on_from(lineage, result)
+        self._continue_from(lineage, result)
         # On a new node.
         keep_rollback_record(self._config, self._group.rank, history, self._levels.reports)
         history.forget()
 
-    def _go_on_from(
+    def _continue_from(
         self, lineage: Lineage, result: Restored, error_barrier: ErrorBarrier | None = None
     ) -> None:
         """Set all counters to those of `result`, which the live state equals now. Inside a block of
-        `error_barrier`, if that is given."""
+        `error_barrier`, if given."""
         live = self._live
-        live.go_on_from(result)
+        live.continue_from(result)
         self._schedule.start_at(result.version)
-        self._levels.go_on_from(lineage, result, error_barrier)
+        self._levels.continue_from(lineage, result, error_barrier)
         base = VersionId(result.generation, result.version) if lineage else None
-        call(self._parts.goes_on_from, result, base, self._levels.history.generation)
+        call(self._parts.continues_from, result, base, self._levels.history.generation)
         live.adapter.resumed(live.position.iteration)
 
 

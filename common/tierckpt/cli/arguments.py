@@ -31,8 +31,8 @@ def place(text: str) -> str:
 
 
 def check_places(paths: Iterable[str]) -> None:
-    """Raise ConfigError for a directory that does not exist, and whose job has nothing in memory,
-    before a command imports torch, which takes seconds."""
+    """Raise ConfigError for a missing directory of a job with nothing in memory, before a command
+    imports torch, which takes seconds."""
     from tierckpt.offline.survey import survey
 
     for path in paths:

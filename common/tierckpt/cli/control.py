@@ -1,7 +1,7 @@
 """`tierckpt halt`, `takeover`, `fork`, `pin` and `unpin`: what a job, or its next start, obeys.
 
 `halt` asks a running job to checkpoint and stop. `takeover` takes a persistent_path away from a
-job that hangs. `fork` lets a new job begin from a version of another one; `unpin --forks` ends the
+hanging job. `fork` lets a new job start from a version of another one; `unpin --forks` ends the
 holds of forks. `pin` keeps a version. Each function imports what its command needs, so that `halt`
 is quick.
 """
@@ -38,7 +38,7 @@ def add_halt(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Asks a job to take a last checkpoint and stop as soon as one of the "
         "conditions holds. The request stays until it is cleared, and the job reads it within "
-        "seconds. PATH is the job's path, or its persistent_path if that is a directory. A job "
+        "seconds. PATH is the job's path, or its persistent_path if it is a directory. A job "
         "that has not written to PATH yet is found on its own node, by its shared memory."
     )
     text = "a directory; jobs do not watch URLs (a persistent_path in an object store)"
@@ -221,8 +221,8 @@ def takeover(args: argparse.Namespace, console: Console) -> None:
 def add_fork(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `tierckpt fork SOURCE[@VERSION] PATH`."""
     parser.description = (
-        "The next start of the job with this PATH begins from the version, bit for "
-        "bit, on any number of ranks, and goes on with versions of its own. Nothing is copied: "
+        "The next run of the job with this PATH starts from the version, bit for "
+        "bit, on any number of ranks, and continues with versions of its own. Nothing is copied: "
         "the version is held at its source until the new job has one on disk. SOURCE and PATH are "
         "jobs' paths, or persistent_paths. TIERCKPT_FORK_FROM=SOURCE@VERSION, where the job is "
         "started, is the same without this command."
@@ -252,7 +252,7 @@ def fork(args: argparse.Namespace, console: Console) -> None:
                     "its source shows a hold for this path: tierckpt unpin SOURCE VERSION --forks"
                 )
             else:
-                text = f"{args.path}: the order to begin from {origin} is taken back, and its hold"
+                text = f"{args.path}: the order to start from {origin} is taken back, and its hold"
             console.print(text, soft_wrap=True)
             return
         wanted = source_of(args.source)
@@ -260,7 +260,7 @@ def fork(args: argparse.Namespace, console: Console) -> None:
         origin, sentences = order_fork(args.source, args.path, theirs)
     except OSError as error:
         raise ConfigError(f"no fork could be made: {error}") from error
-    console.print(f"{args.path}: the next start begins from {origin}", soft_wrap=True)
+    console.print(f"{args.path}: the next run starts from {origin}", soft_wrap=True)
     for text in (*sentences, *(steps_after(theirs) if wanted.version is None else ())):
         console.print(text, soft_wrap=True)
     text = f"to take this back before that start: tierckpt fork --cancel {shlex.quote(args.path)}"

@@ -47,11 +47,11 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, help=text)
     text = "name of the model in the file of a script; default: the usual names"
     parser.add_argument("--model", metavar="KEY", help=text)
-    text = "drop this beginning of names in the model ('net.'), and tensors without it"
+    text = "drop this start of names in the model ('net.'), and tensors without it"
     parser.add_argument("--prefix", metavar="TEXT", help=text)
     text = "the iteration to resume from; default: as in SOURCE, or the number of optimizer steps"
     parser.add_argument("--iteration", type=number, metavar="N", help=text)
-    text = "PATH is a directory that is a persistent_path (a URL always is)"
+    text = "PATH is a directory used as persistent_path (a URL always is)"
     parser.add_argument("--persistent", action="store_true", help=text)
     text = "also if there are checkpoints: a restart takes the new one then"
     parser.add_argument("--force", action="store_true", help=text)

@@ -1,6 +1,6 @@
 """The test of `tierckpt prove`: the runs of a script, undisturbed and killed, and the verdict.
 
-This module imports torch, so `prove` imports it when the test begins.
+This module imports torch, so `prove` imports it when the test starts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
 
     command: tuple[str, ...]
     folder: Path
-    begin: int
+    start: int
     """The version that all runs start from; 0: the first run starts from scratch."""
     kill_after: int
     steps: int
@@ -48,12 +48,12 @@ class Plan:
     @property
     def request(self) -> Request:
         """The numbers of the request."""
-        return Request(self.begin, self.kill_after, self.steps)
+        return Request(self.start, self.kill_after, self.steps)
 
     @property
     def kill_at(self) -> int:
-        """The version at whose boundary the second run is killed."""
-        return self.begin + self.kill_after
+        """The version of the boundary where the second run is killed."""
+        return self.start + self.kill_after
 
     @property
     def seed(self) -> Path:
@@ -64,16 +64,16 @@ class Plan:
     def first(self, may_end_early: bool) -> Run:
         """Carry out the undisturbed run, see `Run.may_end_early`."""
         until = self.kill_at + self.steps
-        order = ProofOrder(self.folder / "undisturbed", until, None if self.begin else KEPT)
+        order = ProofOrder(self.folder / "undisturbed", until, None if self.start else KEPT)
         order.write()
-        if self.begin:
+        if self.start:
             link_all(self.folder / SEED, order.folder / SEED)
         run = self._carry_out(order, may_end_early)
-        began = {each.restored or 0 for record in run.records.values() for each in record.firsts()}
-        if began != {self.begin} and began != {0}:
+        starts = {each.restored or 0 for record in run.records.values() for each in record.firsts()}
+        if starts != {self.start} and starts != {0}:
             raise ProveError(
-                f"{run.name} started at version {some(sorted(began))} instead of {self.begin}; see "
-                f"{run.log}"
+                f"{run.name} started at version {some(sorted(starts))} instead of {self.start}; "
+                f"see {run.log}"
             )
         return run
 
@@ -84,7 +84,7 @@ class Plan:
         folder = self.folder / (f"{name}{taken + 1}" if taken else name)
         order = ProofOrder(folder, until, None, self.kill_at if kill else None)
         order.write()
-        if self.begin:
+        if self.start:
             link_all(self.folder / SEED, order.folder / SEED)
         else:
             link_all(self.seed, order.folder)
@@ -92,7 +92,7 @@ class Plan:
 
     def _carry_out(self, order: ProofOrder, may_end_early: bool = False) -> Run:
         name = order.folder.name
-        with Bar(name, self.begin, order.until, self.console) as bar:
+        with Bar(name, self.start, order.until, self.console) as bar:
             run = Run(f"the {name} run", order, self.command, self.patience_seconds, bar.step)
             run.may_end_early = may_end_early
             run.carry_out()
@@ -108,7 +108,7 @@ def judge(plan: Plan, epochs: bool) -> int:
         plan = longer
         calm = plan.first(epochs)
         _refuse_short(calm, plan)
-    if not plan.begin and version_in(plan.seed) is None:
+    if not plan.start and version_in(plan.seed) is None:
         raise ProveError(f"{calm.name} kept no version to start from; see {calm.log}")
     killed = plan.again("killed", calm.order.until, kill=True)
     if calm.records.keys() != killed.records.keys():
@@ -177,10 +177,10 @@ class _Judge:
         if not all(resumed):
             self._say(f"not exact: {verdict.NOT_RESUMED}")
             return 1
-        begun = max(run.restored or 0 for run in self._first.values())
+        start = max(run.restored or 0 for run in self._first.values())
         resumed_from = max(run.restored or 0 for run in self._last.values())
-        how = f"resumed from step {begun}"
-        before = verdict.common_versions(self._first, begun, self._at - 1)
+        how = f"resumed from step {start}"
+        before = verdict.common_versions(self._first, start, self._at - 1)
         found = verdict.departure(self._whole, self._first, before)
         if found is None:
             how = f"killed with SIGKILL at step {self._at}, resumed from {resumed_from}"
@@ -233,7 +233,7 @@ class _Judge:
     def _differs_by_itself(self, found: Departure) -> bool:
         """Whether an unkilled run, from where the killed one started, differs as well: from the
         killed run before its kill, else from the undisturbed run."""
-        if self._plan.begin and found.version < self._at:
+        if self._plan.start and found.version < self._at:
             return True  # both started from the same version, and the kill was later
         again = self._plan.again("control", found.version).records[self._job].by_rank()
         other = self._first if found.version < self._at else self._whole

@@ -83,7 +83,7 @@ GROUPS = {
     "control a job": (
         Command("halt", "control", "ask a running job to checkpoint and stop"),
         Command("rollback", "removal", "go back to an older version at the next start"),
-        Command("fork", "control", "let a new job begin from a version of another one"),
+        Command("fork", "control", "let a new job start from a version of another one"),
         Command("pin", "control", "keep a version: retention does not delete it"),
         Command("unpin", "control", "end a pin: retention may delete the version again"),
         Command("delete", "removal", "remove versions from all levels, after a question"),
@@ -113,7 +113,7 @@ GROUPS = {
         Command(
             "doctor",
             "doctor",
-            "show what this machine offers, with a cure for all that is missing",
+            "show what this machine offers, with a cure for whatever is missing",
         ),
         Command("health", "machine", "check whether this node can take checkpoints"),
         Command("completion", "machine", "print the completion of bash, zsh or fish"),
@@ -129,8 +129,8 @@ RUN = "run"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. Tierckpt's errors and the system's are printed on
     stderr, as one sentence. Ctrl-C gives 130, as in shells. `run` ends this process, or returns at
-    the end of the script, whose exceptions it raises. The arguments after a script are the
-    script's, so `run` gets them before they are parsed here."""
+    the end of the script, and raises its exceptions. The arguments after a script are the script's,
+    so `run` gets them before they are parsed here."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == [RUN] and not {"-h", "--help"} & set(arguments[1:2]):
         from tierckpt.run.__main__ import main as run_script
@@ -163,10 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors about a wrong name say which one may be meant."""
+    """A parser with a guess of the right name in errors about a wrong one."""
 
     options: Sequence[str] = ()
-    """Options of the command that is given, for the parser of all commands, which reports
+    """Options of the given command, for the parser of all commands, which reports
     arguments that its command does not know."""
 
     def error(self, message: str) -> NoReturn:

@@ -18,7 +18,7 @@ __all__ = ["UNLIMITED", "print_columns", "steps_after"]
 
 
 UNLIMITED = 1000
-"""Width of an output that is no terminal: its reader is a program, and no line is broken."""
+"""Width of an output but no terminal: its reader is a program, and no line is broken."""
 
 
 def print_columns(lines: Sequence[Sequence[str]], left: Collection[str], console: Console) -> None:

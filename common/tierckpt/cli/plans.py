@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 10**9
 MEASURED = "the agent's cost to the training is known only for levels on `auto`"
 TIMED = {"sealed": "stall", "interval": "cost"}
-"""Events, and the time that is read from each."""
+"""Events, and the time read from each."""
 
 
 def add_interval(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +176,8 @@ def _history(events: Sequence[Record]) -> Iterator[list[Record]]:
         by_rank[event["rank"]].append(event)
     for own in by_rank.values():
         cuts = [i for i, event in enumerate(own) if event["name"] == "restored"]
-        for begin, end in pairwise([0, *cuts, len(own)]):
-            yield own[begin:end]
+        for start, end in pairwise([0, *cuts, len(own)]):
+            yield own[start:end]
 
 
 def _step_seconds(events: Sequence[Record]) -> float:

@@ -55,7 +55,7 @@ def add_rollback(parser: argparse.ArgumentParser) -> None:
         "deleted: later versions can be read until retention removes them, when newer versions "
         "of the next run are complete. PATH is a job's path on one of its nodes, or its "
         "persistent_path (its client gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS). A "
-        "running job goes on until it ends."
+        "running job continues until it ends."
     )
     parser.add_argument("path", type=place, metavar="PATH")
     parser.add_argument("version", type=version_number, nargs="?", metavar="VERSION")
@@ -128,7 +128,7 @@ def _ask(args: argparse.Namespace, files: RollbackFiles) -> Iterator[str]:
         if abandoned:
             why = (
                 f"v{wanted} was given up before: the job went back to an older version, and no "
-                "run goes on from it (`tierckpt export` still reads it)"
+                "run continues from it (`tierckpt export` still reads it)"
             )
         else:
             why = f"there is no complete v{wanted}"
@@ -158,7 +158,7 @@ def _result(path: str, there: Survey, wanted: int, complete: bool) -> Iterator[s
     halted = _is_to_halt(path)
     if there.living and not halted:
         yield (
-            "the job runs now, and goes on until it ends: tierckpt halt "
+            "the job runs now, and continues until it ends: tierckpt halt "
             f"{shlex.quote(path)} --now ends it (--clear before the next start)"
         )
     if halted:
@@ -198,7 +198,7 @@ def add_delete(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     text = "versions, as 4000 or v4000, and ranges of those that there are, as 1000..2000"
     which.add_argument("--versions", type=_numbers, nargs="+", metavar="V", help=text)
-    text = "all versions, with the journal: the next start begins from nothing"
+    text = "all versions, with the journal: the next run starts from nothing"
     which.add_argument("--all", action="store_true", help=text)
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=delete)
@@ -261,7 +261,7 @@ def _is_here(where: str) -> bool:
 
 
 def _chosen(args: argparse.Namespace, there: Survey) -> list[Row]:
-    """The rows to remove. Raises ConfigError for a version that is not there."""
+    """The rows to remove. Raises ConfigError for a missing version."""
     own = [row for row in rows_of(there) if not row.elsewhere]
     if not own:
         hint = hints_of(args.path, there)
@@ -298,7 +298,7 @@ def _refuse(path: str, rows: Sequence[Row], there: Survey) -> None:
 
 
 def _users(there: Survey) -> Iterator[str]:
-    """Yield what uses the job's places now, in words."""
+    """Yield what uses the job's places now, as text."""
     own = [job for job in there.jobs if job.job not in there.elsewhere]
     if any(job.trains() for job in own):
         yield "the job runs now: tierckpt halt ends it, with a last checkpoint"
@@ -339,7 +339,7 @@ def _preview(args: argparse.Namespace, rows: Sequence[Row], there: Survey) -> It
             yield f"{where} is not here: what the job has there stays"
     left = [each for each in rows_of(there) if each not in rows and each.restartable]
     if not left:
-        yield "no version that a restart could take is left: the next start begins from nothing"
+        yield "no version that a restart could take is left: the next run starts from nothing"
     elif any(row.next for row in rows):
         yield f"a restart then takes v{max(row.version for row in left)}"
     if any(row.missing and row.level == "local" for row in rows):

@@ -37,7 +37,7 @@ def add_goodput(parser: argparse.ArgumentParser) -> None:
     )
     text = "the job's events_dir, or files from it; of several nodes, those of all"
     parser.add_argument("events", type=Path, nargs="+", metavar="EVENTS", help=text)
-    text = "do not count a time without processes that is longer than this (default: count it, "
+    text = "do not count a time without processes longer than this (default: count it, "
     text += "unless the job had ended by itself)"
     parser.add_argument("--gap", type=duration, default=float("inf"), metavar="TIME", help=text)
     text = "floating-point operations of a step on all ranks, for the program goodput"

@@ -50,7 +50,7 @@ def add_prove(parser: argparse.ArgumentParser) -> None:
     text = "raise both as needed, so that an epoch ends before the kill and another one after it"
     parser.add_argument("--epochs", action="store_true", help=text)
     text = "start from a copy of this version, not from scratch; PATH defaults to the settings'"
-    parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=text)
+    parser.add_argument("--from", dest="start", metavar="[PATH@]VERSION", help=text)
     text = "keep logs and records in this folder; on several nodes, a folder that all of them see"
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help=text)
     text = "give up a run that makes no step for this time (default: 900)"
@@ -70,8 +70,8 @@ def prove(args: argparse.Namespace, console: Console) -> int:
     folder = _folder(args.dir)
     keep = True
     try:
-        begin = _seed(args.begin, folder)
-        least = MIN_BEFORE if begin else KEPT + MIN_BEFORE
+        start = _seed(args.start, folder)
+        least = MIN_BEFORE if start else KEPT + MIN_BEFORE
         if args.steps < 1 or args.kill_after < least:
             raise ConfigError(
                 f"--steps must be 1 or more and --kill-after {least} or more; they are "
@@ -79,7 +79,7 @@ def prove(args: argparse.Namespace, console: Console) -> int:
             )
         how = (args.kill_after, args.steps, args.patience)
         with _ending_at_sigterm():
-            status = judge(Plan(command, folder, begin, *how, console), args.epochs)
+            status = judge(Plan(command, folder, start, *how, console), args.epochs)
         keep = status != 0 or args.dir is not None
         return status
     finally:
@@ -114,14 +114,14 @@ def _folder(given: Path | None) -> Path:
     return folder
 
 
-def _seed(begin: str | None, folder: Path) -> int:
+def _seed(start: str | None, folder: Path) -> int:
     """Copy the version to start from; returns its number, 0 for none."""
-    if begin is None:
+    if start is None:
         return 0
     from tierckpt.config import load_config
     from tierckpt.coordination.proof_order import SEED
     from tierckpt.proof.runs import copy_version
 
-    number = version_of(begin)
-    target = target_of(begin) if number is None else Target(load_config().path, number)
+    number = version_of(start)
+    target = target_of(start) if number is None else Target(load_config().path, number)
     return copy_version(target.path, target.version, folder / SEED)

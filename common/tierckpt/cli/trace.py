@@ -78,11 +78,11 @@ def summarize_traces(args: argparse.Namespace, console: Console) -> None:
 
 def since(timeline: Timeline, version: int) -> Timeline:
     """The timeline from the boundary of `version` on. Raises TimelineError."""
-    begins = [s.begin_us for s in timeline.of("boundary") if s.version >= version]
-    if not begins:
+    starts = [s.start_us for s in timeline.of("boundary") if s.version >= version]
+    if not starts:
         raise TimelineError(f"no boundary of v{version} or later is in the traces")
     later = Timeline(timeline.notes)
-    later.add(timeline.of(from_us=min(begins)))
+    later.add(timeline.of(from_us=min(starts)))
     return later
 
 

@@ -238,7 +238,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         text = f"the next start goes back to v{request.version}, as {request.where} asks"
         console.print(f"{text} (tierckpt rollback)", soft_wrap=True)
     if there.origins and not rows:
-        text = f"the next start begins from {there.origins[0]} (tierckpt fork)"
+        text = f"the next run starts from {there.origins[0]} (tierckpt fork)"
         console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
@@ -247,9 +247,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         text = f"suspect, as replicas differed when they were taken: {some(numbers, MAX_SHOWN)}"
         console.print(f"{text}: {reason}", soft_wrap=True, markup=False)
     if any(row.suspect for row in rows):
-        text = (
-            'with on_drift="stop", a restart takes the newest version that is not suspect, if any'
-        )
+        text = 'with on_drift="stop", a restart takes the newest version not suspect, if any'
         console.print(text, soft_wrap=True, markup=False)
     own = [row for row in rows if not row.elsewhere]
     if own and not any(row.next for row in own):
@@ -359,13 +357,13 @@ def add_log(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Shows every run of the job: the version that it restored, who started it, "
         "where and when, the launcher, the git commit, the software, and the versions that are "
-        "left, with pins, the best, suspects and holds; and the forks that began from its "
+        "left, with pins, the best, suspects and holds; and the forks that started from its "
         "versions, with their own histories as far as their paths lead to them from here. "
         "Nothing is changed."
     )
     text = "a job's path, or its persistent_path; or a folder with several jobs"
     parser.add_argument("path", type=place, metavar="PATH", help=text)
-    text = "show every version and every start, with all that is known of it"
+    text = "show every version and every start, with everything known of it"
     parser.add_argument("--all", action="store_true", help=text)
     add_json(parser)
     parser.set_defaults(run=log)
@@ -391,9 +389,9 @@ def _print_tree(job: JobNode, console: Console, every: bool) -> None:
     for text in _drawn(branches_of(job, every), lines, width):
         console.print(text, soft_wrap=True)
     if not job.runs:
-        begins = f"; the next start begins from {job.origin}" if job.origin else ""
-        begins = begins or (f"; {job.hint}" if job.hint else "")
-        console.print(f"no run has left anything here{begins}", soft_wrap=True)
+        next_start = f"; the next run starts from {job.origin}" if job.origin else ""
+        next_start = next_start or (f"; {job.hint}" if job.hint else "")
+        console.print(f"no run has left anything here{next_start}", soft_wrap=True)
     for text in job.troubles[:MAX_PROBLEMS]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
     if (more := len(job.troubles) - MAX_PROBLEMS) > 0:
@@ -491,7 +489,7 @@ def _verify(there: Survey, args: argparse.Namespace, console: Console) -> None:
     counts: dict[str, _Tally] = {}
     bad: set[tuple[ShardKey, Location]] = set()
     with closing(Progress(Progress.wanted(0, None))) as bar:
-        bar.begin("verifying")
+        bar.start_phase("verifying")
         for verdict in verify(there, bar, args.version):
             key, place = verdict.copy.key, verdict.copy.place
             if verdict.why and not is_there(verdict.copy, there):
@@ -608,7 +606,7 @@ def _compared(
     from tierckpt.restore.shards import LOST
 
     for verify in (False, True):
-        bar.begin("comparing")
+        bar.start_phase("comparing")
         a, b = (_opened(target, bar.advance, stack, verify) for target in targets)
         try:
             return a, b, compare(a, b)

@@ -29,7 +29,7 @@ __all__ = ["watch"]
 
 DEFAULT_SECONDS = 2.0
 SHARE = 0.2
-"""Largest share of the time that is spent on looking: a look at many files is repeated less often.
+"""Largest share of the time spent on looking: a look at many files is repeated less often.
 """
 
 
@@ -77,14 +77,14 @@ def watch(args: argparse.Namespace, console: Console) -> None:
 def _views(observer: Observer, interval_seconds: float) -> Iterator[View | str]:
     """Look again and again; text in place of a view while there is nothing to look at yet."""
     while True:
-        begin = time.monotonic()
+        start = time.monotonic()
         try:
             yield observer.look()
         except MissingPathError as error:
             yield f"{error}: waiting for the job"
-        except OSError as error:  # a file system that is away for a moment
+        except OSError as error:  # a file system away for a moment
             yield str(error)
-        spent = time.monotonic() - begin
+        spent = time.monotonic() - start
         time.sleep(max(interval_seconds - spent, spent * (1 / SHARE - 1), 0.0))
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.manifest import Buffer, Description, Parameter
 
@@ -211,7 +211,7 @@ def _named(codec: Codec, operation: str, where: BlockId) -> Iterator[None]:
         raise
     except Exception as error:  # a user's codec may raise anything
         raise CodecError(
-            f"the codec {codec.name} cannot {operation} block {where.index}: {in_words(error)}"
+            f"the codec {codec.name} cannot {operation} block {where.index}: {error_text(error)}"
         ) from error
 
 
@@ -228,7 +228,7 @@ def make_codec(name: str, parameters: Mapping[str, Parameter]) -> Codec:
     except TierckptError:
         raise
     except Exception as error:  # unhandled on one rank, it would leave the others waiting
-        raise CodecError(f"the codec {name} cannot be made: {in_words(error)}") from error
+        raise CodecError(f"the codec {name} cannot be made: {error_text(error)}") from error
     return codec
 
 

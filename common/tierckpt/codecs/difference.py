@@ -59,5 +59,5 @@ def _sample(block: Buffer) -> Buffer:
     if len(block) <= 2 * SAMPLES * SAMPLE_BYTES:
         return block
     view = memoryview(block)
-    begins = range(0, len(block), len(block) // SAMPLES // 16 * 16)  # multiples of any item's size
-    return b"".join(view[begin : begin + SAMPLE_BYTES] for begin in begins[:SAMPLES])
+    starts = range(0, len(block), len(block) // SAMPLES // 16 * 16)  # multiples of any item's size
+    return b"".join(view[start : start + SAMPLE_BYTES] for start in starts[:SAMPLES])

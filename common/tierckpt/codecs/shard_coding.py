@@ -9,7 +9,7 @@ other, and that one to none. So a read opens at most two files, retention follow
 only, and a damaged file affects the versions that refer to it and no others.
 
 Blocks are compared by their xxh3_128, which the writer keeps in memory. So a restarted writer
-begins with a whole version, and nothing on a level reveals which blocks are equal.
+starts with a whole version, and nothing on a level reveals which blocks are equal.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Encoder:
         """
         for index, block in enumerate(plain):
             if index == 0:
-                self._begin(block)
+                self._start(block)
             if self._pipeline.full_every:
                 self._hashes.append(content_hash(block))
                 if self._refer(index):
@@ -140,7 +140,7 @@ class Encoder:
             self._base = None  # without a reference it is a whole version
         yield self._store(self._sealed_bytes, len(self._cut))
 
-    def _begin(self, header: Buffer) -> None:
+    def _start(self, header: Buffer) -> None:
         self._cut = blocks_of(header, self._sealed.header_bytes)
         lengths = tuple(block.nbytes for block in self._cut)
         if self._base and not self._base.fits(self._sealed, self._pipeline.description, lengths):
@@ -301,11 +301,11 @@ class Decoder:
     def bring(self, low: int, high: int, into: memoryview) -> None:
         """Put bytes `[low, high)` of the image, and the rest of their blocks, into `into`, which
         has the size of the image."""
-        begins = self.encoding.plain_offsets
-        for index in range(bisect_right(begins, low) - 1, len(begins) - 1):
-            if begins[index] >= high:
+        starts = self.encoding.plain_offsets
+        for index in range(bisect_right(starts, low) - 1, len(starts) - 1):
+            if starts[index] >= high:
                 break
-            into[begins[index] : begins[index + 1]] = self.block(index)
+            into[starts[index] : starts[index + 1]] = self.block(index)
 
     def _block(self, index: int) -> Buffer:
         """A block stored in this shard; the one after the image's blocks is the sealed manifest."""
@@ -331,13 +331,13 @@ def check_stored(manifest: Manifest, read: Read) -> int:
 
 def stored_block(manifest: Manifest, encoding: Encoding, read: Read, index: int) -> bytes:
     """One block as it is stored. Raises as `check_stored`."""
-    begin, nbytes = encoding.offsets[index], encoding.stored_bytes[index]
-    stored = read(begin, nbytes)
+    start, nbytes = encoding.offsets[index], encoding.stored_bytes[index]
+    stored = read(start, nbytes)
     if len(stored) != nbytes:
-        raise CorruptShardError(f"{manifest.key} is truncated: no bytes at {begin + len(stored)}")
+        raise CorruptShardError(f"{manifest.key} is truncated: no bytes at {start + len(stored)}")
     if digest(stored) != digest_at(manifest.digests, index):
         raise CorruptShardError(
-            f"stored bytes {begin} to {begin + nbytes} of {manifest.key} differ from their checksum"
+            f"stored bytes {start} to {start + nbytes} of {manifest.key} differ from their checksum"
         )
     return stored
 

@@ -115,11 +115,11 @@ class Agreement:
         self.divergence_is_reported = False
         """The present value of `diverged` needs no report; set by the reader."""
         self.together: VersionId | None = None
-        """The newest version at whose boundary all ranks were in the same iteration."""
+        """The newest version with all ranks in the same iteration."""
         self.apart = False
         """The votes read last came from different iterations."""
         self.missing: list[int] = []
-        """Ranks whose votes did not come, where that is known."""
+        """Ranks without a vote, where known."""
         self._patience_lost = False
         self._ballot = None
 
@@ -198,7 +198,7 @@ class Agreement:
         self._cast(vote, newest, about, own)
 
     def _about(self, newest: VersionId) -> dict[Level, VersionId]:
-        """Return, by level, the oldest open version whose state can be known by now."""
+        """Return, by level, the oldest open version with a state that can be known by now."""
         found = {}
         for level, ledger in self.ledgers.items():
             if ledger.open and (old := [id_ for id_ in ledger.open if id_ != newest]):
@@ -239,8 +239,8 @@ class Agreement:
 
     def vote_again(self, version: int) -> list[VersionId]:
         """Vote once for each open version at the boundary of `version`, on all ranks, to learn its
-        outcome now; returns the memory versions that broke. A version that is not done on this rank
-        counts as broken. Waits as `read`."""
+        outcome now; returns the memory versions that broke. A version not done on this rank counts
+        as broken. Waits as `read`."""
         broken: list[VersionId] = []
         apart, together = self.apart, self.together  # these votes do not name an iteration
         for _ in range(max(len(self.ledgers[level].open) for level in AWAITED)):
@@ -288,7 +288,7 @@ class Agreement:
         return False
 
     def undecided(self, level: Level) -> list[VersionId]:
-        """Return the open versions of a level whose state on this rank is not reported yet."""
+        """Return the open versions of a level without a reported state on this rank."""
         return [id_ for id_ in self.ledgers[level].open if self._state(level, id_) == PENDING]
 
     def read(self) -> tuple[Vote, VersionId | None]:
@@ -336,7 +336,7 @@ class Agreement:
             self._on_slower_votes(self._problem)
 
     def _forget_closed(self) -> None:
-        """Forget this rank's states of versions whose outcome is known."""
+        """Forget this rank's states of versions with a known outcome."""
         for level, known in self._known.items():
             opened = self.ledgers[level].open
             for id_ in list(known) if known else ():  # the copier may add one at any time
@@ -410,16 +410,15 @@ class Agreement:
         return broken
 
     def settle(self, final: bool = True) -> None:
-        """Learn the outcome of all open versions. A version that is not done counts as broken,
-        except on the peer and persistent levels, which no caller waits for. Without `final` it
-        stays open.
+        """Learn the outcome of all open versions. A version not done counts as broken, except on
+        the peer and persistent levels, which no caller waits for. Without `final` it stays open.
 
         Collective and waiting: for the end of the job, for a save on demand, and for jobs that do
         not vote.
         """
         own: dict[Level, dict[VersionId, int]] = {}
         for level, ledger in self.ledgers.items():
-            # A version that is safe here may be open on a rank that has read one vote less.
+            # A version safe here may be open on a rank that has read one vote less.
             known = {} if ledger.safe is None else {ledger.safe: DONE}
             own[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
         gathered = self._group.all_gather_object((own, dict(self._shards)))
@@ -471,12 +470,12 @@ class Agreement:
         return safe is not None and safe.generation == generation
 
     def needed(self) -> list[VersionId]:
-        """Return the versions whose slots cannot be reused at the next boundary.
+        """Return the versions with slots that cannot be reused at the next boundary.
 
         One vote is about one version. The next boundary's vote is about the oldest one then open,
-        and proves that older ones are superseded (see `last_word`): usually that is the newest one
-        now. After a lost vote, or a vote about a version still being copied, votes lag; they catch
-        up at a boundary that takes no version.
+        and proves that older ones are superseded (see `last_word`): usually the newest one now.
+        After a lost vote, or a vote about a version still being copied, votes lag; they catch up at
+        a boundary that takes no version.
         """
         opened = self.memory.open
         if not opened:

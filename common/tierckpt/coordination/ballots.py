@@ -6,9 +6,9 @@ writes its vote into its own row, and a reader takes the minimum of all rows. Th
 so it takes no time from the iteration, and a reader waits only for ranks that have not voted yet.
 
 A `Ballot` is one round of votes under way, with the versions that this rank voted about. A rank
-whose vote is missing may itself wait for this rank's gradients: it skipped an optimizer step that
-others made, so it reaches its boundaries one iteration later. The training thread therefore waits
-for a vote only for a bounded time.
+without a vote may itself wait for this rank's gradients: it skipped an optimizer step that others
+made, so it reaches its boundaries one iteration later. The training thread therefore waits for a
+vote only for a bounded time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["GroupBallots"]
 
 
 TURNS = 4
-"""Number of ballots whose rows are kept. A rank reads the last ballot before it casts the next, so
+"""Number of ballots with kept rows. A rank reads the last ballot before it casts the next, so
 no rank is two ballots ahead: two would do, but the copier thread may read late."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
 PATIENCE_SECONDS = 1800.0
@@ -93,7 +93,7 @@ class Ballots(Protocol):
         ...
 
     def even_out(self) -> None:
-        """Make all ranks' numbers of votes equal. Collective. A rank whose iteration was cut short
+        """Make all ranks' numbers of votes equal. Collective. A rank with an interrupted iteration
         may be a vote behind: it casts empty votes, so that none waits for it, and the next votes
         are about the same boundary."""
         ...
@@ -206,7 +206,7 @@ class SharedBallots:
             yield self._opened()
 
     def is_gone(self, rank: int) -> bool:
-        """True for a rank that closed its ballots, or whose process has ended. Any thread."""
+        """True for a rank that closed its ballots, or has ended. Any thread."""
         with self._open:
             return self._page is None or self._is_gone(self._page, rank)
 
@@ -268,8 +268,8 @@ class SharedBallots:
             return page is None or not missing or all(self._is_gone(page, r) for r in missing)
 
     def missing(self, turn: int, votes: Votes) -> list[int]:
-        """Add the votes of that turn that have come to `votes`; return the ranks whose vote is
-        missing. Any thread."""
+        """Add the votes of that turn that have come to `votes`; return the ranks without a vote.
+        Any thread."""
         with self._open:
             return self._collect(self._opened(), turn, votes)
 
@@ -305,7 +305,7 @@ class SharedBallots:
         return missing
 
     def _is_gone(self, page: mmap.mmap, rank: int) -> bool:
-        """True for a rank that closed its ballots, or whose process has ended, reaped or not."""
+        """True for a rank that closed its ballots, or has ended, reaped or not."""
         return bool(page[TOKEN_BYTES + rank]) or self._has_ended(rank)
 
     def _has_ended(self, rank: int) -> bool:
@@ -430,7 +430,7 @@ def read_row(page: mmap.mmap, at: int, shape: struct.Struct, turn: int) -> tuple
     """Return the values of a row; None before that turn's is written."""
     end = at + shape.size
     row = page[at:end]
-    if int.from_bytes(row[:8], "little") < turn:  # the usual case of a rank that is late
+    if int.from_bytes(row[:8], "little") < turn:  # the usual case of a late rank
         return None
     return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
 
@@ -449,7 +449,7 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
     """Return ballots on a page of zeros after a token, mapped by all ranks; None on all if one
     cannot map it. Collective.
 
-    The page has no name, so a job that is killed leaves none. Ranks that do not see each other's
+    The page has no name, so a killed job leaves none. Ranks that do not see each other's
     processes (each in its own container) cannot map it, or find another process's file under that
     number; the file's name and the token show this.
     """
@@ -582,7 +582,7 @@ class GroupBallots:
         come: then the group may be unusable.
 
         All ranks that come wait for a vote of the same turn, or some are one turn ahead. So each
-        shows its last two votes, whose minimum is the result of the earlier turn.
+        shows its last two votes: their minimum is the result of the earlier turn.
         """
         last, tree = self._last, self.tree
         if last is None or tree is None or not self._group.meet(MEETING_SECONDS):

@@ -2,11 +2,11 @@
 
 Between two collectives a rank runs alone. If it raises there and leaves, the others wait for it in
 the next collective, some of them for ever. So every gathered object carries the error of its rank:
-`gather_or_raise` does that for one function, and `ErrorBarrier` for a block of several
-collectives, whose end is also a gather.
+`gather_or_raise` does that for one function, and `ErrorBarrier` for a block of several collectives,
+with a gather at its end.
 
 All ranks raise the error, as the launch would not end otherwise, and its text is the same on all
-for code that catches it. But if nothing catches it, nobody reads the tracebacks of 64 ranks: then
+for code that catches it. But if nothing catches it, the tracebacks of 64 ranks are too many: then
 all ranks but one show a single line.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import RestoreError, TierckptError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def gather_or_raise(
 
     If it raises on a rank, all ranks raise `error(ranks, theirs)`, made from the first such rank's
     error and the numbers of the ranks that raised the same. An error of another library counts as a
-    TierckptError with its kind and text. A BaseException that is no Exception passes at once.
+    TierckptError with its kind and text. A BaseException but no Exception passes at once.
     """
     result: T | None = None
     trouble: TierckptError | None = None
@@ -103,7 +103,7 @@ def gather_or_raise(
         result = work()
     except Exception as raised:
         cause = raised
-        trouble = raised if _is_ours(raised) else TierckptError(in_words(raised, TierckptError))
+        trouble = raised if _is_ours(raised) else TierckptError(error_text(raised, TierckptError))
     gathered = group.all_gather_object((trouble, result))
     raise_any([theirs for theirs, _ in gathered], error, group.rank, cause)
     return [value for _, value in gathered]
@@ -135,8 +135,8 @@ class ErrorBarrier:
     """A group, and a `with` block that all ranks enter and leave alike: all well, or all raise.
 
     Where some ranks raise and others do not, all raise the same error, which names a rank that did.
-    Where all raise, each raises its own error. Errors of the group itself, and a BaseException that
-    is no Exception (an interrupt), pass at once. Broadcasts carry no errors: a rank must not raise
+    Where all raise, each raises its own error. Errors of the group itself, and a BaseException but
+    no Exception (an interrupt), pass at once. Broadcasts carry no errors: a rank must not raise
     where the others broadcast next, as they would wait for it. Collectives inside the block must go
     through this object. Training thread.
     """
@@ -147,7 +147,7 @@ class ErrorBarrier:
         """Make the object; no block is entered yet. `error` makes the error of all ranks from the
         ranks that raised the same and its text; None: a RestoreError."""
         self.rank, self.size = group.rank, group.size
-        self._group, self._error = group, error or _could_not_go_on
+        self._group, self._error = group, error or _could_not_continue
         self._over = False
         """No other rank waits for this one any more, or none can be informed."""
 
@@ -176,7 +176,7 @@ class ErrorBarrier:
         if self._over or not (error is None or isinstance(error, Exception)):
             return
         try:
-            gathered = self._gather(in_words(error, TierckptError) if error is not None else "")
+            gathered = self._gather(error_text(error, TierckptError) if error is not None else "")
         except TierckptError as of_another:
             raise of_another from error
         if error is not None:  # raised on all ranks
@@ -194,7 +194,7 @@ class ErrorBarrier:
         return gathered
 
 
-def _could_not_go_on(ranks: list[int], why: str) -> RestoreError:
+def _could_not_continue(ranks: list[int], why: str) -> RestoreError:
     return RestoreError(f"a rank could not continue the restore. rank {ranks[0]}: {why}")
 
 

@@ -2,7 +2,7 @@
 from.
 
 Every start of a job is a run. Versions of two runs may have the same number and different bytes,
-so each run has a generation (larger than any that is still found), a random name, and a lineage:
+so each run has a generation (larger than any still found), a random name, and a lineage:
 for each run, the version that it started from (docs/internals/agreement.md, "Runs").
 
 Every rank receives all inventories at a restart, each different one once. The ranks of a node see
@@ -146,21 +146,21 @@ class JobHistory:
         self.pins: list[tuple[Pin, ...]] = []
         """Pins on the local level of every rank's node."""
         self.suspects: dict[VersionId, str] = {}
-        """Versions whose replicas differed, or may have, with the difference in words."""
+        """Versions with replicas that differed, or may have, with the difference as text."""
         self.nodes: list[str] = []
         """Names of every rank's node."""
         self.problems: list[str] = []
-        """Data that was found and cannot be read, in words."""
+        """Unreadable data that was found, as text."""
         self.damaged: set[ShardKey] = set()
         """Shards and parity of `problems` that are known by name alone, and those on a disk that
         were found damaged when they were read."""
         self.nameless: list[str] = []
-        """Unreadable seals in memory, in words: each belongs to a version that was complete on its
+        """Unreadable seals in memory, as text: each belongs to a version that was complete on its
         rank, but which version is unknown."""
         self.newer: list[str] = []
         """Data of `problems` that a newer tierckpt wrote."""
         self.unseen: list[str] = []
-        """Places that no rank could look at, in words."""
+        """Places that no rank could look at, as text."""
         self.rollback: Rollback | None = None
         """The last record of a run that went back."""
         self._requests: tuple[RollbackRequest, ...] = ()
@@ -172,7 +172,7 @@ class JobHistory:
         self._former_nodes = former_nodes
         self._directory_is_new, self._is_another = directory_is_new, directory_is_another
         self._next_generation = 1
-        self._began = 0, 0
+        self._start = 0, 0
         """Generation and version that this run started with."""
 
     @property
@@ -186,17 +186,17 @@ class JobHistory:
         return self.lineage[-1][0] if self.lineage else 0
 
     @property
-    def began_at(self) -> int:
+    def start_version(self) -> int:
         """The version that this run started from."""
-        return self._began[1]
+        return self._start[1]
 
     def is_own(self, generation: int) -> bool:
         """Whether a version of that generation was taken in this run, or a later one."""
-        return generation >= self._began[0]
+        return generation >= self._start[0]
 
     def look(self, error_barrier: ErrorBarrier | None = None) -> None:
         """Take the inventory of all levels on all nodes, at the start of a run. Inside a block of
-        `error_barrier`, if that is given. Collective."""
+        `error_barrier`, if given. Collective."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
             patience = self._config.health_seconds
@@ -241,11 +241,10 @@ class JobHistory:
         return left
 
     def went_back(self, requests: Iterable[RollbackRequest]) -> Rollback:
-        """Record that this run, which has begun, has carried out these requests. The caller stores
-        the record."""
+        """Record that this run has carried out these requests. The caller stores the record."""
         earlier = self.rollback.honoured if self.rollback else ()
         honoured = (*earlier, *(each.name for each in requests))
-        self.rollback = Rollback(*self._began, honoured)
+        self.rollback = Rollback(*self._start, honoured)
         return self.rollback
 
     def keeps_record(self, places: int) -> bool:
@@ -255,7 +254,7 @@ class JobHistory:
         return not stale and [*here] == [self.rollback] * places
 
     @property
-    def began_last(self) -> tuple[int, int]:
+    def rollback_run(self) -> tuple[int, int]:
         """The entry in the lineage of the last run that went back."""
         return self.rollback.entry if self.rollback else NO_RUN
 
@@ -271,14 +270,14 @@ class JobHistory:
         return [each.plus(more) if more else each for each, more in pairs]
 
     def forget(self) -> None:
-        """Drop the copies that were found, once a run has begun: a job of many ranks has hundreds
+        """Drop the copies that were found, once a run has started: a job of many ranks has hundreds
         of thousands, which every full collection of garbage would visit. What follows from them
         stays. Not collective."""
         self.found, self.parities = [], []
 
     def _copies(self, level: str = "") -> list[Found]:
-        """Return the shards that were found, on one level if that is named; those that all ranks of
-        a node see, once for each different inventory."""
+        """Return the shards that were found, on one level if named; those that all ranks of a node
+        see, once for each different inventory."""
         return [f for each in distinct(self.found) for f in each if level in ("", f.place.level)]
 
     def _all_parities(self) -> list[FoundParity]:
@@ -302,15 +301,15 @@ class JobHistory:
         """The first few former nodes that did not answer, with the reason."""
         return self._former_nodes.silent if self._former_nodes else []
 
-    def begin_afresh(self, refused: VersionId | None = None) -> None:
+    def start_afresh(self, refused: VersionId | None = None) -> None:
         """Start from nothing, in a new generation. `refused`: the newest version that was found, if
         the program gave up all of them: later runs do not take these, and retention removes them,
         once this run has versions of its own."""
         past = self.lineage_of(refused) if refused is not None else ()
         self.lineage = (*past, (self._next_generation, 0))
-        self._began = self.lineage[-1]
+        self._start = self.lineage[-1]
 
-    def go_on_from(self, lineage: Lineage, version: int) -> None:
+    def continue_from(self, lineage: Lineage, version: int) -> None:
         """Start from a version of the newest run in `lineage`."""
         # A live state may outlive every copy, and then its runs are found nowhere.
         generation = max([self._next_generation, *(1 + past for past, _ in lineage)])
@@ -320,7 +319,7 @@ class JobHistory:
         oldest = min(there, default=generation)
         kept = tuple(entry for entry in lineage if entry[0] >= oldest)
         self.lineage = (*kept, (generation, version))
-        self._began = self.lineage[-1]
+        self._start = self.lineage[-1]
 
     def take_again(self, version: int) -> None:
         """Start a new generation to take the last version once more, from the live state. So
@@ -328,10 +327,10 @@ class JobHistory:
         self.lineage = (*self.lineage, (self.generation + 1, version))
 
     def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
-        """Return the newest complete version that was found, on one level if that is named; None
-        if it is newer than `limit`."""
-        began = NO_RUN if limit is None else self.began_last
-        newest = newest_whole(self._copies(level), began)
+        """Return the newest complete version that was found, on one level if named; None if it is
+        newer than `limit`."""
+        rollback = NO_RUN if limit is None else self.rollback_run
+        newest = newest_whole(self._copies(level), rollback)
         return newest if newest and (limit is None or newest <= limit) else None
 
     def newer_suspects(self, than: VersionId) -> list[VersionId]:
@@ -339,7 +338,7 @@ class JobHistory:
         newest first."""
         if not self.suspects:
             return []
-        plan = plan_restore(self.found, parities=self.parities, began=self.began_last)
+        plan = plan_restore(self.found, parities=self.parities, rollback=self.rollback_run)
         if plan is None or plan.id not in self.suspects:
             return []
         seen = {f.key.id for f in self._copies()} | {plan.id}
@@ -352,7 +351,7 @@ class JobHistory:
         return next(found, None) or next(made, ((id_.generation, 0),))
 
     def newest_clean(self, limit: VersionId, level: str = "") -> VersionId | None:
-        """Return the newest complete version up to `limit` that is not suspect."""
+        """Return the newest complete version up to `limit`, not suspect."""
         copies = self._copies(level)
         return newest_whole(
             f for f in copies if f.key.id <= limit and f.key.id not in self.suspects
@@ -360,8 +359,8 @@ class JobHistory:
 
     def age_seconds(self, newest: VersionId | None, limit: VersionId) -> float:
         """Return the seconds between the `newest` version of a level and `limit`; infinite if they
-        are unknown or the level has none. So even a job that is killed again and again before an
-        interval is over brings a version to the level."""
+        are unknown or the level has none. So even a job killed again and again before an interval
+        is over brings a version to the level."""
         created: dict[VersionId, float] = {}
         for f in self._copies():
             if f.created_seconds is not None:
@@ -373,7 +372,7 @@ class JobHistory:
         return max(0.0, created[limit] - created[newest])
 
     def once_complete(self) -> VersionId | None:
-        """Return the newest version that is known to have been complete.
+        """Return the newest version known to have been complete.
 
         Evidence is: all its manifests exist now, perhaps with damaged data; a later shard reports
         it as being on all ranks' disks; or parity of it exists, which is made of complete versions
@@ -396,7 +395,7 @@ class JobHistory:
         return gone and not (there or self._is_another)
 
     def _complete_by_name(self) -> set[VersionId]:
-        """Return the versions whose manifests all exist, some damaged. A manifest gets its name
+        """Return the versions with all manifests, some damaged. A manifest gets its name
         after all data of its shard is written, so the name alone proves that the data was there."""
         shards: dict[tuple[VersionId, int], dict[str, set[int]]] = {}
         for f in self._copies():
@@ -489,8 +488,8 @@ def keep_rollback_record(config: Config, rank: int, history: JobHistory, reports
             reports.notice(
                 f"the rollback to v{record.version} could not be noted in {place}: {error}. A "
                 "restart that sees no other place goes back once more while the request is still "
-                "there: remove it. Without it, and before this run has a version, it goes on from "
-                "a newer version",
+                "there: remove it. Without it, and before this run has a version, it continues "
+                "from a newer version",
                 logging.WARNING,
             )
 

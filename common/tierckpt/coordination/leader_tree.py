@@ -7,10 +7,10 @@ of its node and of the nodes below it to its parent, the result comes back the s
 leader writes it to its node's page, where the others read it. A turn takes two messages a level of
 the tree, and no rank other than a leader has a connection.
 
-The thread sends and receives a few numbers and calls no collective of the group. A rank that is
-gone without a vote breaks the tree: every rank that waits for a result raises RankGoneError, and
-results that were complete before stay. So does a connection that ends, and an error in a thread;
-`GroupBallots.recover` finds out that no rank is gone, and votes go on by the group's reduction.
+The thread sends and receives a few numbers and calls no collective of the group. A rank gone
+without a vote breaks the tree: every rank that waits for a result raises RankGoneError, and results
+that were complete before stay. So does a connection that ends, and an error in a thread;
+`GroupBallots.recover` finds out that no rank is gone, and votes continue by the group's reduction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.group import Group, Node, Pending, SingleGroup
 
 from .ballots import (
@@ -67,7 +67,7 @@ machine that stands still for some minutes is not gone."""
 LAST_SECONDS = 1.0
 """Longest time that a leader which closes waits for results of turns that it has voted in."""
 LOOK_AGAIN_SECONDS = 1.0
-"""Longest time until a leader sees a vote whose rank did not wake it: an interrupt (a signal's
+"""Longest time until a leader sees a vote without a wake-up: an interrupt (a signal's
 handler that raises) came between the two."""
 _RESULT, _BROKEN = 0, 1
 _NEVER = 1 << 62
@@ -320,7 +320,7 @@ class _Leader:
         """The first turn of which no result can come, as a rank is gone."""
         self._over = False
         self.trouble = ""
-        """The error that ended the thread, in words."""
+        """The error that ended the thread, as text."""
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="tierckpt-votes", daemon=True)
         try:
@@ -346,11 +346,11 @@ class _Leader:
                 self._selector.register(fd, selectors.EVENT_READ, None)
             while not (self._over or self._delivered + 1 >= self._broken_from):
                 for key, _ in self._selector.select(LOOK_AGAIN_SECONDS):
-                    self._hear(key)
+                    self._receive(key)
                 self._send_up()
         except Exception as error:  # no result comes from here any more
             rank = self._tree.leader_rank
-            self.trouble = f"on rank {rank}: {in_words(error)}"
+            self.trouble = f"on rank {rank}: {error_text(error)}"
         finally:
             with contextlib.suppress(Exception):
                 self._break(self._delivered + 1, self._tree.leader_rank)
@@ -362,7 +362,7 @@ class _Leader:
             link.close()
         os.close(self._wake_fd)
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
+    def _receive(self, key: selectors.SelectorKey) -> None:
         link = key.data
         if link is None:
             if key.fd == self._wake_fd:
@@ -578,7 +578,7 @@ def _connect(
 ) -> tuple[_Link | None, list[_Link]] | None:
     """Return the links to the parent and to the children; None if one cannot be made.
 
-    A connection begins with the job's secret and the child's number, so no other process gets in.
+    A connection starts with the job's secret and the child's number, so no other process gets in.
     """
     expected = {c for c in range(FAN_OUT * index + 1, FAN_OUT * (index + 1) + 1) if c in places}
     hello = struct.Struct(f"<{len(secret)}sq")

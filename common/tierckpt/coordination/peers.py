@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.protocol import (
     AgentAddress,
@@ -67,7 +67,7 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
     try:
         return plan_groups(topology.domains, scheme, config.peer.group_size), ""
     except TooFewDomainsError as error:
-        if not any(group.all_gather_object(_is_begun(config))):
+        if not any(group.all_gather_object(_has_run_before(config))):
             raise
         return (), (
             f"the peer level is off: {error}. Data that earlier runs of this job left can still be "
@@ -76,7 +76,7 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
         )
 
 
-def _is_begun(config: Config) -> bool:
+def _has_run_before(config: Config) -> bool:
     """Whether an earlier run left data on this node, on disk or in memory."""
     store = LocalStore(config.directory)
     with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ class PeerSetup:
 
         The agents prove to each other that they know the run's `secret`. They remember the agents
         of `former_nodes` for the next run. If one node's agent cannot be reached, the level is off
-        on all ranks alike, and the job goes on.
+        on all ranks alike, and the job continues.
         """
         if not self.groups:
             return
@@ -199,7 +199,7 @@ class PeerSetup:
         self._agent.introduce(where, parties, known_nodes)
 
     def protect(self, version: VersionId) -> bool:
-        """Order the protection of a version that is complete on all local levels.
+        """Order the protection of a version complete on all local levels.
 
         True when this rank receives the result; the first rank of each node speaks for the others.
         """
@@ -240,14 +240,14 @@ class PeerSetup:
         from tierckpt.peer.wire import Address
 
         try:
-            heard = self._agent.listen(where, MEET_SECONDS)
-            if isinstance(heard, ListenFailed):
-                return None, heard.error
-            return Address(heard.host, heard.port), ""
+            answer = self._agent.listen(where, MEET_SECONDS)
+            if isinstance(answer, ListenFailed):
+                return None, answer.error
+            return Address(answer.host, answer.port), ""
         except (TimeoutError, OSError) as error:
             return None, str(error) or type(error).__name__
         except Exception as error:  # an invalid answer: the other ranks wait for this one
-            return None, in_words(error)
+            return None, error_text(error)
 
 
 def _party_settings(
@@ -270,7 +270,7 @@ MAX_LISTS = 16
 """Number of different lists of known nodes that are read."""
 
 UNKNOWN: Mark = (0, "")
-"""Mark of a rank whose agent has no list of other nodes."""
+"""Mark of a rank with an agent that has no list of other nodes."""
 
 
 class FormerNodes:
@@ -359,7 +359,7 @@ def _ask_all(
                 answers.append((known, node.inventory(known.host)))
         except Exception as error:
             plain = isinstance(error, OSError)
-            silent[known] = str(error) if plain else f"{known.where}: {in_words(error)}"
+            silent[known] = str(error) if plain else f"{known.where}: {error_text(error)}"
         else:
             del silent[known]
 

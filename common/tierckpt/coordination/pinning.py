@@ -36,9 +36,9 @@ def mark_everywhere(
 ) -> tuple[str, ...]:
     """Pin or unpin a version of this job on every level that has it; return these levels.
 
-    First waits until the work of `await_agent` that is under way is complete. A version that is
-    still on its way to the persistent level is pinned there when it is complete, by its marks on
-    the local level. So these marks are on all nodes before any rank looks at the persistent level.
+    First waits until the work of `await_agent` is complete. A version still on its way to the
+    persistent level is pinned there when it is complete, by its marks on the local level. So these
+    marks are on all nodes before any rank looks at the persistent level.
 
     Collective. Raises PinError on all ranks if no level has the version, or one cannot be reached.
     """

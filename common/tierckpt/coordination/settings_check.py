@@ -80,9 +80,9 @@ def agree_on_settings(
 ) -> tuple[Config, JobTopology]:
     """Load this rank's settings, and compare them with the other ranks'. Collective.
 
-    Raises ConfigError on all ranks, naming those whose settings cannot be used (a key may be
-    missing on one node alone) or differ from rank 0's. If a rank calls `refused` instead, all raise
-    an error of that kind.
+    Raises ConfigError on all ranks, naming those with unusable settings (a key may be missing on
+    one node alone) or differ from rank 0's. If a rank calls `refused` instead, all raise an error
+    of that kind.
     """
     loaded: list[tuple[Config, Launch, tuple[tuple[str, str], ...]]] = []
 
@@ -103,7 +103,7 @@ def agree_on_settings(
     ((config, launch, compared),) = loaded
     if len({each.digest for each in gathered}) > 1:
         raise_any(_differences(group.all_gather_object(compared)), _differ, group.rank)
-    apart = strangers([each.where[0] for each in gathered], [each.memory for each in gathered])
+    apart = split_nodes([each.where[0] for each in gathered], [each.memory for each in gathered])
     raise_any(apart, lambda _, text: ConfigError(text), group.rank)
     hosts, names, domains = zip(*(each.where for each in gathered), strict=True)
     environment = tuple(each.environment for each in gathered)
@@ -212,7 +212,7 @@ def device_of(folder: str) -> int:
         return 0
 
 
-def strangers(nodes: Sequence[str], memories: Sequence[int]) -> list[str]:
+def split_nodes(nodes: Sequence[str], memories: Sequence[int]) -> list[str]:
     """Return for each rank the reason why it is on the same node as another rank by name, but does
     not share its memory, as in containers of one machine; empty where there is none.
 
@@ -242,7 +242,7 @@ def _differ(ranks: list[int], lines: str) -> ConfigError:
 
 def _difference(name: str, theirs: str, ours: str) -> str:
     if name == STORAGE_OPTIONS:
-        return f"  {name}, whose values are not shown"
+        return f"  {name}, with values that are not shown"
     return f"  {name}={theirs} there, and {name}={ours} on rank 0"
 
 

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.protocol import (
     AgentMessage,
@@ -99,7 +99,7 @@ class Reports:
         self.emit("notice", message=text, severity=severity)
 
     def notice_of_all(self, text: str, severity: int = logging.WARNING) -> None:
-        """Emit a notice that is the same on all ranks: rank 0 at `severity`, others at DEBUG."""
+        """Emit one notice of all ranks: rank 0 at `severity`, others at DEBUG."""
         self.notice(text, logging.DEBUG if self._log.rank else severity)
 
     def ended(self, end: JobEnd, halted: bool) -> None:
@@ -108,7 +108,7 @@ class Reports:
         shown = logging.INFO
         if end.missing:
             shown = logging.WARNING if halted else logging.ERROR
-        text = _end_in_words(end, self._config)
+        text = _describe_end(end, self._config)
         self.emit("ended", message=text, severity=logging.DEBUG if self._log.rank else shown)
 
     def failed_after(self, version: int) -> None:
@@ -128,7 +128,7 @@ class Reports:
     def sealed(self, snapshot: Snapshot) -> None:
         """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None
-        if not self._log.is_heard(logging.DEBUG):  # at every step, perhaps
+        if not self._log.is_wanted(logging.DEBUG):  # at every step, perhaps
             self._log.count("sealed", MEMORY)
             self._succeeded(MEMORY)
             return
@@ -217,7 +217,7 @@ class Reports:
                 self.notice(text, logging.INFO)
             case Problem(error=error, level=level, severity=severity):
                 self.notice(f"{level} level: {error}", severity)
-            case _:  # a late answer to a question that is over
+            case _:  # a late answer
                 pass
 
     def _stored(self, message: Stored) -> None:
@@ -244,7 +244,7 @@ class Reports:
         without = f"without this version in {place_of(level, self._config)}"
         if level == PEER:
             without = "other nodes cannot rebuild this version"
-        return self._failure(level, id_.version, f"{error}; training goes on, {without}")
+        return self._failure(level, id_.version, f"{error}; training continues, {without}")
 
     def _failure(self, level: Level, version: int, why: str) -> dict[str, Any]:
         """Return the values of an event: a level does not have the version."""
@@ -261,7 +261,7 @@ class Reports:
             self.notice(f"{level} level: it has versions again, after {failures}", logging.WARNING)
 
     def restart(self, persistent: VersionId | None) -> None:
-        """A run begins, and that is the newest version that the persistent level has."""
+        """A run starts; `persistent` is that level's newest version."""
         self._persistent = persistent
 
     def newest(self, level: Level) -> int | None:
@@ -304,7 +304,7 @@ class _Repeats:
         return values | {"message": f"{text} ({REPEATED.format(what=what, count=count)})"}
 
     def succeeded(self, level: Level) -> str:
-        """Count a success. Returns the number of failures in words if this success ends a row of
+        """Count a success. Returns the number of failures, as text, if this success ends a row of
         which some were not shown: as many successes as failures."""
         if not (counts := self._counts.get(level)):  # nearly always
             return ""
@@ -316,7 +316,7 @@ class _Repeats:
         return f"{counts.total()} failures" if most > FIRST_SHOWN else ""
 
 
-def _end_in_words(end: JobEnd, config: Config) -> str:
+def _describe_end(end: JobEnd, config: Config) -> str:
     if not end.newest:
         return f"v{end.version} is stored nowhere: the job uses memory alone, which its end frees"
     places = {level: place_of(Level[level.upper()], config) for level in end.newest}
@@ -368,9 +368,9 @@ class SlotHandoff:
         self._group, self._pool, self._agent = group, pool, agent
         self._agreement, self._reports = agreement, reports
         self.finished: deque[Snapshot] = deque()
-        """Snapshots that have ended, and whose end the training thread has not processed."""
-        self._begun: dict[VersionId, Snapshot] = {}
-        """Snapshots that have not ended, or whose end is not yet in the ledgers."""
+        """Snapshots with an end that the training thread has not processed."""
+        self._started: dict[VersionId, Snapshot] = {}
+        """Snapshots with no end yet in the ledgers."""
 
     def chooser(self, id_: VersionId, runs: int) -> ChooseSlot:
         """Return the function that finds a slot for this boundary's version. On the copier thread
@@ -393,14 +393,14 @@ class SlotHandoff:
 
         return choose
 
-    def begun(self, snapshot: Snapshot) -> None:
+    def started(self, snapshot: Snapshot) -> None:
         """Record that a snapshot is being copied; training thread."""
         snapshot.bind_patience_seconds = self._agreement.patience_seconds
         snapshot.hopeless = self._agreement.hopeless
-        self._begun[_id_of(snapshot)] = snapshot
+        self._started[_id_of(snapshot)] = snapshot
 
     def starved(self) -> None:
-        """Record that the training thread waited for a slot, hence a vote, in vain."""
+        """Record that the training thread waited for a slot, hence a vote, and got none."""
         self._agreement.lose_patience()
 
     def done(self, snapshot: Snapshot) -> None:
@@ -417,28 +417,28 @@ class SlotHandoff:
                 self._agreement.tell(LOCAL, id_, BROKEN)
         self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
         self.finished.append(snapshot)
-        self._begun.pop(id_, None)  # last: an interrupt may cut the steps above short
+        self._started.pop(id_, None)  # last: an interrupt may cut the steps above short
 
     def wait(self) -> None:
         """Return when all copies have ended, or made no progress for too long; training thread."""
-        for snapshot in [*self._begun.values()]:
+        for snapshot in [*self._started.values()]:
             snapshot.wait_done(PATIENCE_SECONDS)
 
     def take_stock(self) -> None:
-        """Break versions that no thread works on any more, at a boundary. A BaseException that is
-        no Exception (a KeyboardInterrupt) cut the work short; they would stay open for ever."""
-        if not (self._begun or self._agreement.is_any_undecided):
+        """Break versions that no thread works on any more, at a boundary. A BaseException but no
+        Exception (a KeyboardInterrupt) cut the work short; they would stay open for ever."""
+        if not (self._started or self._agreement.is_any_undecided):
             return
-        begun = dict(self._begun)
-        for id_, snapshot in begun.items():
+        started = dict(self._started)
+        for id_, snapshot in started.items():
             if snapshot.wait_done(0.0):
                 self._make_up(id_, snapshot)
         for id_ in self._agreement.undecided(MEMORY):
-            if id_ not in begun:
+            if id_ not in started:
                 self.broken(id_)
                 self._reports.lost(id_.version, CUT_SHORT)
         for id_ in self._agreement.undecided(LOCAL):
-            if id_ not in begun and not self._agent.concerns(id_):
+            if id_ not in started and not self._agent.concerns(id_):
                 self._agreement.tell(LOCAL, id_, BROKEN)
                 self._reports.not_committed_later(id_, CUT_SHORT)
         # No event reports these as lost: they may be complete.
@@ -452,7 +452,7 @@ class SlotHandoff:
         sealed = snapshot.phase is Phase.SEALED
         self._pool.filled(snapshot.slot, id_ if sealed else None)
         self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
-        self._begun.pop(id_, None)
+        self._started.pop(id_, None)
 
     def broken(self, id_: VersionId) -> None:
         """Break a version in the ledgers that has no snapshot; training thread."""
@@ -471,7 +471,7 @@ class SlotHandoff:
         try:
             error = self._agent.commit(key, slot)
         except Exception as problem:  # on the thread that sealed: only this version is lost
-            error = in_words(problem)
+            error = error_text(problem)
         if error:
             self._agreement.tell(LOCAL, id_, BROKEN)
             self._reports.not_committed_later(id_, error)

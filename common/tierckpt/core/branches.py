@@ -6,10 +6,10 @@ version: its own entry in the lineage. Restarts apply the record until a version
 a later one, is found, which has the entry in its own lineage. So a restart never returns to
 versions that were given up, and carries out no request twice, however long the request stays.
 
-A fork is a new job that begins where another one was. It has the record of its origin beside its
-versions. The other job, the source, has a mark beside the version: a *hold* as long as the new job
-needs it, because it has no durable version of its own yet. Later the mark stays as a note, so that
-the history of the source shows its forks.
+A fork is a new job that starts from another one's version. It has the record of its origin beside
+its versions. The other job, the source, has a mark beside the version: a *hold* as long as the new
+job needs it, because it has no durable version of its own yet. Later the mark stays as a note, so
+that the history of the source shows its forks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ForkSource:
 
 
 def source_of(text: str) -> ForkSource:
-    """Parse `PATH`, `PATH@4000` or `PATH@v4000`. A directory whose own name ends in that way is
+    """Parse `PATH`, `PATH@4000` or `PATH@v4000`. A directory with such an end in its own name is
     given with a slash after it. Raises ConfigError for an empty path."""
     match = _SOURCE.fullmatch(text)
     source = ForkSource(match[1], int(match[2])) if match else ForkSource(text)
@@ -71,7 +71,7 @@ def source_of(text: str) -> ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """The record of a job that began from a version of another one, or is to begin there."""
+    """The record of a job that started from a version of another one, or is to."""
 
     source: str
     """The source's path (absolute) or URL."""
@@ -115,8 +115,8 @@ class Origin:
 
 def fork_name(host: str, path: str, source: str, id_: VersionId, run_id: str) -> str:
     """Return the name of the fork with that path on that machine, from that version: 16 hexadecimal
-    digits. A fork that is killed before its record is written has the same name at its next try, so
-    it leaves no mark that nobody would remove."""
+    digits. A fork killed before its record is written has the same name at its next try, so it
+    leaves no mark for ever."""
     text = "\0".join((host, path, source, run_id, *map(str, id_)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -126,7 +126,7 @@ class Child:
     """The mark of a fork, at its source."""
 
     id: VersionId
-    """The version that the fork began from."""
+    """The version that the fork started from."""
     name: str
     path: str
     """The fork's path (absolute) or URL."""

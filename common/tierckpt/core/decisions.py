@@ -27,7 +27,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import AUTO, Config, Steps
 from tierckpt.errors import FormatError
 
@@ -71,10 +71,10 @@ __all__ = [
 KIND = "tierckpt-halt"
 FORMAT_VERSION = 1
 LAST_SECONDS = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
-"""The latest Unix time that is a valid date in every time zone."""
+"""The latest Unix time with a valid date in every time zone."""
 
 NEVER_SECONDS = 1 << 31
-"""Stands for seconds until an end that nobody has announced; larger than all others."""
+"""Stands for seconds until an unannounced end; larger than all others."""
 
 
 class Reason(enum.IntEnum):
@@ -95,7 +95,7 @@ class Reason(enum.IntEnum):
         return self in (Reason.SIGNAL, Reason.PREEMPTION, Reason.ALLOCATION)
 
     def text(self) -> str:
-        """The reason in words."""
+        """The reason, as text."""
         return {
             Reason.SIGNAL: "a rank received a signal to stop",
             Reason.PREEMPTION: "the cloud takes a node away",
@@ -147,7 +147,7 @@ class EarlyEnd:
         return False
 
     def disarm(self) -> None:
-        """The end has begun; it may take longer than an iteration."""
+        """The end has started; it may take longer than an iteration."""
 
     def ask(self, request: HaltRequest) -> None:
         """Obey this request, in addition to those in directories."""
@@ -192,7 +192,7 @@ class HaltRequest:
         """Return the condition that the next boundary after `version` meets, or NONE. Pure.
 
         Ranks act at the next boundary on a condition found at this one, so the next version counts.
-        `end_seconds` is the end of the allocation, if that is known.
+        `end_seconds` is the end of the allocation, if known.
         """
         if self.now:
             return Reason.NOW
@@ -207,11 +207,11 @@ class HaltRequest:
         return Reason.NONE
 
     def unknown(self, end_seconds: float | None) -> bool:
-        """True when the request counts back from an end that is not known."""
+        """True when the request counts back from an unknown end."""
         return bool(self.seconds_left) and self.before_seconds is None and end_seconds is None
 
     def text(self) -> str:
-        """The conditions in words."""
+        """The conditions, as text."""
         parts = ["now"] if self.now else []
         if self.after_version is not None:
             parts.append(f"after version {self.after_version}")
@@ -255,7 +255,7 @@ class HaltRequest:
                 seconds_left=None if left is None else float(left),
             )
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise FormatError(f"not a halt request: {text[:80]!r} ({in_words(error)})") from error
+            raise FormatError(f"not a halt request: {text[:80]!r} ({error_text(error)})") from error
         if wrong := request.nonsense():
             raise FormatError(f"not a halt request that a job can act on: {wrong}")
         return request
@@ -288,8 +288,8 @@ class LevelVote(NamedTuple):
     """One rank's vote about one level."""
 
     state: int = DONE
-    """State of the oldest version whose outcome on this level is not known to all ranks. BROKEN <
-    PENDING < DONE, so the minimum is the state that holds for all ranks."""
+    """State of the oldest version of unknown outcome on this level. BROKEN < PENDING < DONE, so the
+    minimum holds for all ranks."""
     free: int = 1
     """1 when this rank's level can take another version; of memory: at the next boundary."""
     time_left: int = 1
@@ -313,7 +313,7 @@ _ROWS = [(level, n * len(_SILENT), (n + 1) * len(_SILENT)) for n, level in enume
 
 
 def _positions() -> Iterator[int]:
-    """Yield the index of each field of each level in a vector that is followed by the defaults."""
+    """Yield the index of each field of each level in a vector, before the defaults."""
     cast = count()
     for number, is_cast in enumerate(_CAST):
         yield next(cast) if is_cast else number % len(_SILENT) - len(_SILENT)
@@ -321,7 +321,7 @@ def _positions() -> Iterator[int]:
 
 _pick = itemgetter(*_positions())
 _OTHERS = sum(_CAST)
-"""Index of the first number that is about no level."""
+"""Index of the first number about no level."""
 SILENT: Mapping[Level, LevelVote] = MappingProxyType(dict.fromkeys(LEDGERS, _SILENT))
 """The vote about each level of a rank with nothing to report."""
 _CAST_SILENT = [*compress(chain.from_iterable(SILENT.values()), _CAST)]
@@ -332,7 +332,7 @@ def _levels_of(cast: tuple[int, ...]) -> Mapping[Level, LevelVote]:
     """Return the vote about each level by the numbers before `_OTHERS`."""
     fields, make = _pick([*cast, *_SILENT]), tuple.__new__
     return MappingProxyType(
-        {level: make(LevelVote, fields[begin:end]) for level, begin, end in _ROWS}
+        {level: make(LevelVote, fields[start:end]) for level, start, end in _ROWS}
     )
 
 
@@ -408,8 +408,8 @@ class Decision:
     take: tuple[Level, ...] = ()
     """Levels that take the version; includes `memory` whenever there is any."""
     skipped: tuple[tuple[Level, str], ...] = ()
-    """(level, reason) of each level that is due and cannot take a version now. A level that stays
-    due is named once, and again when its interval has passed another time."""
+    """(level, reason) of each due level that cannot take a version now. A level that stays due is
+    named once, and again when its interval has passed another time."""
     again: frozenset[Level] = frozenset()
     """Levels that were already skipped at the previous boundary."""
     wait: bool = False
@@ -426,7 +426,7 @@ class Schedule:
     last: dict[Level, int] = field(default_factory=lambda: dict.fromkeys(INTERVALS, 0))
     """The version that each level took last."""
     skipping: frozenset[Level] = frozenset()
-    """Levels whose due version was already reported as skipped."""
+    """Levels with a due version already reported as skipped."""
     requested: frozenset[Level] = frozenset()
     """Levels that have not yet taken the version that a user requested."""
     tuner: Tuner | None = field(init=False, default=None)
@@ -463,7 +463,7 @@ class Schedule:
         return due
 
     def _journal_needs(self, version: int) -> bool:
-        """Whether the journal of gradients needs a version to begin with, or a newer one."""
+        """Whether the journal of gradients needs a version to start with, or a newer one."""
         most, last = self.config.local.journal_steps, self.last[LOCAL]
         return last == 0 or version - last >= most
 
@@ -546,12 +546,12 @@ class StallTimeout:
         self._moved_at = now
         self._was_over = False
 
-    def heard(self, quiet_seconds: float, now: float) -> None:
+    def record_quiet(self, quiet_seconds: float, now: float) -> None:
         """Record that nothing has moved for `quiet_seconds`, possibly since before this wait."""
         self._moved_at = now - quiet_seconds
 
     def is_over(self, now: float) -> bool:
-        """Check now and then whether the time is over; call `heard` in between if an answer came.
+        """Check now and then whether the time is over; after an answer call `record_quiet` first.
 
         True only at the second time in a row: the whole machine may have been stopped, and then
         the process that has to answer continues in a moment.

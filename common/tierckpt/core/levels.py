@@ -72,7 +72,7 @@ class Ledger:
     safe: VersionId | None = None
     """The newest version known to be complete on all ranks: never overwritten, never deleted."""
     open: list[VersionId] = field(default_factory=list)
-    """Versions taken whose outcome is not yet known to all ranks."""
+    """Versions taken, with an outcome not yet known to all ranks."""
     broken: list[VersionId] = field(default_factory=list)
     """The last `REMEMBERED` versions that are known to be incomplete on some rank."""
 
@@ -99,7 +99,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Interval:
-    """First interval of a level whose interval is automatic, before the job's costs are known."""
+    """First automatic interval of a level, before the job's costs are known."""
 
     first_steps: int
     failure_share: float
@@ -136,7 +136,7 @@ class Facts:
     is_far: bool = False
     """A shard has to be fetched from here; any rank may fetch it."""
     place: str = ""
-    """The level's place in words; empty: a directory or a URL of the settings."""
+    """The level's place, as text; empty: a directory or a URL of the settings."""
 
 
 class Level(StrEnum):
@@ -196,7 +196,7 @@ RANK: dict[str, int] = {level: rank for rank, level in enumerate(Level)}
 
 
 def place_of(level: Level, config: Config) -> str:
-    """Return a level's place in words."""
+    """Return a level's place, as text."""
     if level == LOCAL:
         return config.directory
     return level.facts.place or str(getattr(config, level).path)

@@ -46,7 +46,7 @@ class Boundary:
     """The version of this boundary, whether it is taken or not."""
     run: str
     """The `run_id`."""
-    begin_seconds: float
+    start_seconds: float
     """By `time.perf_counter()`."""
     forced: bool
     """A version on demand, or the last one."""
@@ -63,7 +63,7 @@ class Boundary:
     why: str = ""
     """An answer of `read`: with `sound=False`, the reason."""
     postponed: bool = False
-    """An answer of `read`: with `sound=False`, whether a version that is due stays due."""
+    """An answer of `read`: with `sound=False`, whether a due version stays due."""
     early: bool = False
     """Layers are copied from the boundary on."""
     wanted: bool = False
@@ -85,7 +85,7 @@ class Part:
     idle: frozenset[str] = frozenset()
     """Moments at which the part does nothing now, by name."""
     owner: Parts | None = None
-    begins_with: frozenset[Level] = frozenset()
+    starts_with: frozenset[Level] = frozenset()
     """After state was loaded that no steps lead to: the levels that a version must go to."""
 
     @classmethod
@@ -117,7 +117,7 @@ class Part:
     # --- a boundary, in this order ---------------------------------------------------------------
 
     def boundary_begins(self, in_forward: bool) -> None:
-        """An iteration has ended. `in_forward`: the forward pass of the next one begins."""
+        """An iteration has ended. `in_forward`: the forward pass of the next one starts."""
 
     def read(self, at: Boundary, least: Sequence[int]) -> None:
         """The votes of the boundary before are known: `least` has the minima of `votes`."""
@@ -130,8 +130,8 @@ class Part:
 
         Args:
             version: the number of the version.
-            together: the newest version at whose boundary all were in the same iteration.
-            at: this rank's position, in words.
+            together: the newest version with all ranks in the same iteration.
+            at: this rank's position, as text.
             missing: the ranks that did not come, if known.
         """
 
@@ -150,24 +150,24 @@ class Part:
         """The vote was cast. The state does not change until `settle`."""
 
     def taken(self, snapshot: Any) -> None:
-        """The copy of this `Snapshot` is about to begin."""
+        """The copy of this `Snapshot` is about to start."""
 
     def boundary_ends(self, at: Boundary) -> None:
-        """The next iteration begins."""
+        """The next iteration starts."""
 
     # --- between two boundaries -------------------------------------------------------------------
 
     def optimizer_called(self) -> None:
-        """A step of any optimizer of the process begins; called inside it."""
+        """A step of any optimizer of the process starts; called inside it."""
 
-    def step_begins(self) -> None:
-        """A step of an optimizer of the training begins; the same on all ranks."""
+    def step_starts(self) -> None:
+        """A step of an optimizer of the training starts; the same on all ranks."""
 
     def gradients_ready(self, label: str) -> None:
         """The optimizer of this label is about to change the state, and `settle` was called."""
 
     def stepped(self) -> None:
-        """A step was made whose boundary comes later, in a forward pass."""
+        """A step was made; its boundary comes later, in a forward pass."""
 
     def iteration_ends(self) -> None:
         """The loop has called `step()`."""
@@ -188,8 +188,8 @@ class Part:
     def settle(self) -> None:
         """Return when the state may change."""
 
-    def changes(self, begin_seconds: float) -> None:
-        """The state may change now; the wait for that began then, by `time.perf_counter()`."""
+    def changes(self, start_seconds: float) -> None:
+        """The state may change now; the wait for it started then, by `time.perf_counter()`."""
 
     def sealed(self, snapshot: Any) -> None:
         """The version of this `Snapshot` is complete on this rank."""
@@ -202,7 +202,7 @@ class Part:
         """Wait until all is durable or has failed; False if that takes longer."""
         raise NotImplementedError
 
-    # --- begin, restore, end ----------------------------------------------------------------------
+    # --- start, restore, end ----------------------------------------------------------------------
 
     def attached(self, job: TrainingJob) -> None:
         """The checkpointer is complete."""
@@ -214,14 +214,14 @@ class Part:
         """The recorded steps that follow the version `base`; see `Journal.records_after`."""
         raise NotImplementedError
 
-    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
+    def unused_after(self, base: VersionId, rollback: tuple[int, int], strict: bool) -> str:
         """A warning about recorded steps after `base` that this restart does not make again."""
         raise NotImplementedError
 
     def found_versions(self) -> None:
         """This start found versions of the job, and has loaded one."""
 
-    def begin_elsewhere(self, order: Any, strict: bool, bar: Any, load_adapter: Any) -> Any:
+    def start_elsewhere(self, order: Any, strict: bool, bar: Any, load_adapter: Any) -> Any:
         """This start found no version of the job: load one of another job, see `Forks`."""
         raise NotImplementedError
 
@@ -235,9 +235,9 @@ class Part:
     def shared_changed(self) -> None:
         """Other tensors than before are shared by all ranks."""
 
-    def goes_on_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
+    def continues_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
         """The live state is that of `result`, of the version `base` (None: no version), and the run
-        of this generation begins with it."""
+        of this generation starts with it."""
 
     def restored(self, result: Restored) -> None:
         """`restore()` ends, on all ranks."""
@@ -279,7 +279,7 @@ class Parts:
         self._all: list[Part | None] = [None] * len(table)
         self._votes = [kind.votes for kind in table]
         self.silent = tuple(field.silent for fields in self._votes for field in fields)
-        """The votes of a rank whose parts say nothing."""
+        """The votes of a rank with silent parts."""
         self.refresh()
 
     def make(self, job: TrainingJob, early: bool) -> None:
@@ -309,14 +309,14 @@ class Parts:
         return [getattr(p, name) for p in parts if getattr(type(p), name) is not moment]
 
     def refresh(self) -> None:
-        """Make the lists anew."""
+        """Make the lists again."""
         of = self._of
         self.boundary_begins = of(Part.boundary_begins)
         self.apart, self.diverged = of(Part.apart), of(Part.diverged)
         self.suspicion, self.decided = of(Part.suspicion), of(Part.decided)
         self.voted, self.taken = of(Part.voted), of(Part.taken)
         self.boundary_ends = of(Part.boundary_ends)
-        self.optimizer_called, self.step_begins = of(Part.optimizer_called), of(Part.step_begins)
+        self.optimizer_called, self.step_starts = of(Part.optimizer_called), of(Part.step_starts)
         self.gradients_ready = of(Part.gradients_ready)
         self.stepped, self.iteration_ends = of(Part.stepped), of(Part.iteration_ends)
         self.released, self.name_reductions = of(Part.released), of(Part.name_reductions)
@@ -325,14 +325,14 @@ class Parts:
         self.attached, self.pause = of(Part.attached), of(Part.pause)
         self.records_after, self.unused_after = of(Part.records_after), of(Part.unused_after)
         self.found_versions = of(Part.found_versions)
-        self.begin_elsewhere, self.load_parts = of(Part.begin_elsewhere), of(Part.load_parts)
+        self.start_elsewhere, self.load_parts = of(Part.start_elsewhere), of(Part.load_parts)
         self.forget, self.shared_changed = of(Part.forget), of(Part.shared_changed)
-        self.goes_on_from, self.restored = of(Part.goes_on_from), of(Part.restored)
+        self.continues_from, self.restored = of(Part.continues_from), of(Part.restored)
         self.drifted = of(Part.drifted)
         self.last_digest, self.compare_last = of(Part.last_digest), of(Part.compare_last)
         self.failure, self.end, self.left = of(Part.failure), of(Part.end), of(Part.left)
-        begins = [each.begins_with for each in self._all if each is not None]
-        self.begins_with: frozenset[Level] = frozenset().union(*begins)
+        starts = [each.starts_with for each in self._all if each is not None]
+        self.starts_with: frozenset[Level] = frozenset().union(*starts)
         self._readers: list[tuple[Callable[[Boundary, Sequence[int]], None], slice]] = []
         self._voters: list[Callable[[Boundary], Sequence[int]]] = []
         low = 0

@@ -7,7 +7,7 @@ Copies: the shards and parity that were found, their places, and the bytes for t
 
 Pure: values only. A job of many ranks has a copy of every shard, on each of its levels, and at a
 restart every rank receives a line about each. So the line is short: facts of a version and places
-are named once, and a copy is a few numbers. That is a tenth of the bytes of the pickled objects,
+are named once, and a copy is a few numbers: a tenth of the bytes of the pickled objects,
 and of the time to read them.
 """
 
@@ -241,7 +241,7 @@ def _key(kind: type[Key], id_: tuple[Any, int], shard: int) -> Key:
 
 
 REBUILT = Location(PEER, EVERYWHERE, "rebuilt")
-"""The location of a lost shard that is rebuilt."""
+"""The location of a rebuilt shard."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Rebuild:
     lost: tuple[int, ...]
     """Shard numbers."""
     parities: tuple[ParitySource, ...]
-    """Parity that is needed; shards of members that are not lost are elsewhere in the plan."""
+    """The parity to read; shards of members that are not lost are elsewhere in the plan."""
     left: frozenset[ParityKey] = frozenset()
     """All parity of the group that exists and was not found damaged."""
 
@@ -319,25 +319,25 @@ def plan_restore(
     unreachable: Unreachable = frozenset(),
     nodes: Sequence[str] = (),
     avoid: Container[VersionId] = (),
-    began: tuple[int, int] = NO_RUN,
+    rollback: tuple[int, int] = NO_RUN,
     abandoned: bool = False,
 ) -> RestorePlan | None:
     """Plan the newest version that can be read or rebuilt, each shard from its cheapest place.
 
     All shards of a version are of one run. `bad` are copies found damaged; `version` restricts the
-    choice to that number. `readers` read the same copies again. No rank reads a copy that is
-    `unreachable` to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the
-    node of every rank; without it each rank is on a node of its own. `avoid` are versions that must
-    not be chosen. `began` is the last rollback's entry in the lineage (see `core.branches`); it
-    does not restrict `version`. With `abandoned`, a `version` that is in nobody's past counts as
-    well, after all others. Returns None when there is no such version. Same inputs give the same
-    plan: every rank calls this.
+    choice to that number. `readers` read the same copies again. No rank reads a copy `unreachable`
+    to it (see `_Sight`), and a copy that no rank can read is lost. `nodes` has the node of every
+    rank; without it each rank is on a node of its own. `avoid` are versions that must not be
+    chosen. `rollback` is the last rollback's entry in the lineage (see `core.branches`); it
+    does not restrict `version`. With `abandoned`, a `version` in no run's past counts as well,
+    after all others. Returns None when there is no such version. Same inputs give the same plan:
+    every rank calls this.
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
     found, made = _by_version(inventories), _by_version(parities)
     lineages = {id_: items[0][0].facts.lineage for (id_, *_), items in (found | made).items()}
-    line = newest_first(lineages.items(), began if version is None else NO_RUN)
+    line = newest_first(lineages.items(), rollback if version is None else NO_RUN)
     if abandoned and version is not None:
         line += sorted(lineages.keys() - {*line}, reverse=True)
     for id_ in line:
@@ -356,11 +356,11 @@ def plan_restore(
     return None
 
 
-def newest_whole(found: Iterable[Found], began: tuple[int, int] = NO_RUN) -> VersionId | None:
+def newest_whole(found: Iterable[Found], rollback: tuple[int, int] = NO_RUN) -> VersionId | None:
     """Return the newest version of which every shard was found, all of one run; None without any.
 
     The version that `plan_restore` chooses from copies that no rank failed to read, without the
-    rebuilds and the work of assigning readers. `began`: as there.
+    rebuilds and the work of assigning readers. `rollback`: as there.
     """
     lineages: dict[VersionId, Lineage] = {}
     there: dict[tuple[VersionId, str, int], set[int]] = {}
@@ -368,7 +368,7 @@ def newest_whole(found: Iterable[Found], began: tuple[int, int] = NO_RUN) -> Ver
         lineages[f.key.id] = f.facts.lineage
         there.setdefault((f.key.id, f.facts.run_id, f.key.shards), set()).add(f.key.shard)
     whole = {id_ for (id_, _, shards), seen in there.items() if len(seen) == shards}
-    return next((id_ for id_ in newest_first(lineages.items(), began) if id_ in whole), None)
+    return next((id_ for id_ in newest_first(lineages.items(), rollback) if id_ in whole), None)
 
 
 C = TypeVar("C", bound=Found | FoundParity)
@@ -495,8 +495,8 @@ def _put_together(
 ) -> tuple[dict[ShardKey, Places], tuple[Rebuild, ...], set[int]]:
     """Return the places of shards to read, the rebuilds, and the shards that remain lost.
 
-    A shard that parity on the job's nodes can rebuild is not fetched from far away, nor is one that
-    is near; only the rest is. Parity that is itself far away is used last.
+    A shard that parity on the job's nodes can rebuild is not fetched from far away, nor is a near
+    one; only the rest is. Distant parity is used last.
     """
     near = _near(places_of)
     near_parities = {code: _near(found) for code, found in parities.items()}

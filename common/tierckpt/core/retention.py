@@ -25,9 +25,8 @@ KEEP_ALL = 1_000_000
 
 
 class Spared:
-    """The versions of the local level that retention must keep: the newest that is known to be
-    equal on all ranks, and its successor, for which that is not known yet. The same on all ranks.
-    Training thread."""
+    """The versions of the local level that retention must keep: the newest one known to be equal on
+    all ranks, and its successor, not yet compared. The same on all ranks. Training thread."""
 
     def __init__(self, active: bool = False) -> None:
         """Not `active`: replicas are not compared, and no version is kept."""
@@ -38,8 +37,8 @@ class Spared:
         self._active, self._drifted = active, False
 
     def restart(self, version: VersionId | None) -> None:
-        """A run begins; `version` is the newest one that is not suspect. It is kept until another
-        version is known to be equal: if ranks differ from the first step on, there is no other."""
+        """A run starts; `version` is the newest one not suspect. It is kept until another version
+        is known to be equal: if ranks differ from the first step on, there is no other."""
         self.version = version if self._active else None
         self._next, self._drifted = None, False
         self._newest = None
@@ -158,7 +157,7 @@ def retirable_names(
 ) -> list[VersionName]:
     """Return the versions that the run of `asking` may remove, oldest first.
 
-    Versions that are pinned, best, or bases of others stay, and the newest one that is not suspect.
+    Versions that are pinned, best, or bases of others stay, and the newest one not suspect.
     Whatever the policy, the newest restorable version of the lineage stays, as do all newer ones,
     other jobs' versions, and those of runs that are no ancestors.
     """
@@ -170,7 +169,7 @@ def retirable_names(
     metrics = {id_: m for id_ in each if (m := own[id_].facts.metric) is not None}
     keep = best_of(metrics, policy.keep_best, policy.best_is_low)
     keep |= {id_ for id_, h in own.items() if h.pinned}
-    # However many suspects follow, the newest version that is not suspect stays.
+    # However many suspects follow, the newest other version stays.
     keep.update([id_ for id_ in line if not own[id_].suspect][:1])
     gone = retirable(own, policy, line[0] if line else None, asking.lineage, keep)
     going = {own[id_].name for id_ in gone}
@@ -200,7 +199,7 @@ def _of_line(held: list[HeldVersion], lineage: Lineage, run_id: str) -> list[Hel
 
 def best_of(metrics: Mapping[VersionId, float], count: int, lowest: bool) -> set[VersionId]:
     """Return the `count` best versions; of two equal metrics the newer version is better. A metric
-    that is not a finite number is never best."""
+    must be finite to be best."""
     known = sorted((v for v, m in metrics.items() if math.isfinite(m)), reverse=True)
     sign = 1.0 if lowest else -1.0
     return set(sorted(known, key=lambda version: sign * metrics[version])[: max(count, 0)])
@@ -219,7 +218,7 @@ class Best:
         self._forget()
 
     def add(self, version: VersionId, metric: float | None) -> None:
-        """Add a version that is complete on all ranks."""
+        """Add a version complete on all ranks."""
         if metric is not None:
             self._metrics[version] = metric
             self._forget()

@@ -314,7 +314,7 @@ def whole_steps(intervals_seconds: Sequence[float], step_seconds: float, most: i
 
 
 WINDOW_STEPS, FRESH_STEPS = 512, 8
-"""The number of newest steps of a kind that count, and the number that is enough to show a change.
+"""The number of newest steps of a kind that count, and the number that shows a change.
 Both use medians, so that an evaluation or a slow batch now and then changes nothing."""
 WINDOW_COMMITS, FRESH_COMMITS = 64, 4
 """The same numbers for versions to the local level."""
@@ -380,10 +380,10 @@ class StepTimer:
         `flushing`: a node may be flushing one to the persistent level.
         """
         if self._last is not None:
-            begin, before, copied, written, flushed = self._last
+            start, before, copied, written, flushed = self._last
             steps = max(1, version - before)
             self._flush_steps += steps * flushed
-            self._passed(now_seconds - begin, steps, copied, written, flushed)
+            self._passed(now_seconds - start, steps, copied, written, flushed)
         if self._commit and not busy:  # true also where the next is taken: it waits for this one
             self._end_commit()
         if self._flush_steps and not flushing:
@@ -489,7 +489,7 @@ class Change:
     step_seconds: float
 
     def text(self) -> str:
-        """The change in words."""
+        """The change, as text."""
         return (
             f"every {self.every_steps} steps (was {self.before_steps}): a version costs "
             f"{1e3 * self.cost_seconds:.2f} ms, a step takes {1e3 * self.step_seconds:.1f} ms"

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from tierckpt._process import host_id
-from tierckpt._text import in_words, is_url, some
+from tierckpt._text import error_text, is_url, some
 from tierckpt.errors import ConfigError
 from tierckpt.run.launcher import MPIRUN, NONE, TORCHRUN, Place, place_of
 from tierckpt.storage.guarantees import PREFIX
@@ -100,7 +100,7 @@ class _Run:
         try:
             self._findings = [*self._check(self._subject)]
         except Exception as error:
-            text = f"the check failed: {in_words(error)}"
+            text = f"the check failed: {error_text(error)}"
             self._findings = [cross(self._name, text, "report this error; other checks are valid")]
 
     @property
@@ -208,7 +208,7 @@ def clock_offsets(gather: Gather, rank: int, clock: Clock = time.time) -> list[O
     """Offsets of all ranks' clocks from rank 0's. Collective.
 
     Each rank reads its clock after it has received the values of one exchange, so after rank 0
-    began that, and before it gives the value to the next one, so before rank 0 ends that. Each
+    started that, and before it gives the value to the next one, so before rank 0 ends that. Each
     round gives bounds; all of them hold (Cristian, Probabilistic clock synchronization, 1989).
     """
     read: list[tuple[float, float]] = []
@@ -220,14 +220,14 @@ def clock_offsets(gather: Gather, rank: int, clock: Clock = time.time) -> list[O
         after = clock()
         read.append((before, after))
         before = after
-    begun = gather(read)[0]  # rank 0's times
+    sent = gather(read)[0]  # rank 0's times
     offsets = []
     for other in range(len(rounds[0])):
         low, high = float("-inf"), float("inf")
         for number in range(1, ROUNDS + 1):
             there = rounds[number][other]
-            low = max(low, there - begun[number][1])
-            high = min(high, there - begun[number - 1][0])
+            low = max(low, there - sent[number][1])
+            high = min(high, there - sent[number - 1][0])
         offsets.append(Offset(low, high) if other else Offset(0.0, 0.0))
     return offsets
 
@@ -287,12 +287,12 @@ def _examined(
 def _apart(subject: Subject, gather: Gather) -> Iterator[Finding]:
     """Findings about ranks of one node that do not share its memory: a job refuses them.
     Collective."""
-    from tierckpt.coordination.settings_check import device_of, strangers  # imports torch
+    from tierckpt.coordination.settings_check import device_of, split_nodes  # imports torch
 
     config = subject.config
     gathered = gather((host_id(config.node), device_of(config.shm_dir)))
     nodes, memories = zip(*gathered, strict=True)
-    for text in filter(None, strangers(nodes, memories)):
+    for text in filter(None, split_nodes(nodes, memories)):
         problem, _, cure = text.partition(". Give")
         yield cross("shm_dir", problem, f"give{cure}")
 

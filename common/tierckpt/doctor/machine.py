@@ -193,7 +193,7 @@ CLOCK_CURE = "start a time service: systemctl start chronyd (or systemd-timesync
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of `struct timex`, and room for the rest."""
+    """The start of `struct timex`, and room for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -417,7 +417,7 @@ sent."""
 _LOOPBACK_TYPE, _INFINIBAND_TYPE = "772", "32"
 """Values of `type`, from <linux/if_arp.h>."""
 FAST_MBITS = 25_000
-"""An interface that is faster than most whose speed is unknown (a virtual machine's)."""
+"""An interface faster than most with an unknown speed (a virtual machine's)."""
 
 
 @dataclass(frozen=True)
@@ -436,7 +436,7 @@ class Interface:
 
     @property
     def speed(self) -> str:
-        """Speed in words."""
+        """Speed, as text."""
         if self.mbits is None:
             return "speed unknown"
         gbits = self.mbits / 1000

@@ -25,13 +25,13 @@ from tierckpt._children import end_with_parent
 PATIENCE_SECONDS = 280.0
 """Less than all checks of doctor have: it would leave this process behind."""
 ANSWER = "horovod_probe: "
-# Signals by which a process ends itself; of all others somebody else was the cause.
+# Signals by which a process ends itself; all others come from outside.
 CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
 # Variables of a launcher: with them the probe would wait for ranks that never come.
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 
 WITH_PARENT = "import ctypes; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL\n"
-"""First line of a probe: the kernel ends it when nobody waits for it any more."""
+"""First line of a probe: the kernel ends it when its parent is gone."""
 
 QUESTION = (
     WITH_PARENT

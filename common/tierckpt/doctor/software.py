@@ -109,7 +109,7 @@ def good(name: str, text: str) -> Finding:
 
 
 def absent(name: str, text: str, cure: str = "") -> Finding:
-    """An optional thing that is not there."""
+    """A missing optional thing."""
     return Finding(name, Mark.ABSENT, text, cure)
 
 
@@ -241,7 +241,7 @@ def _version(package: str) -> str:
 
 
 def extras(subject: Subject) -> Iterator[Finding]:
-    """Optional packages: a cross if the settings need one that is missing or broken."""
+    """Optional packages: a cross if the settings need a missing or broken one."""
     present: list[str] = []
     missing: list[str] = []
     for module, extra, needed in (
@@ -407,7 +407,7 @@ INTERNAL = ("TIERCKPT_AGENT_FINGERPRINT",)
 """Variables that processes of Tierckpt give each other."""
 FAULTS = "TIERCKPT_FAULTS"
 TO_INSTALL = "; run: "
-"""Comes before the command in errors about a package that is not installed."""
+"""Comes before the command in errors about a missing package."""
 PLACES = ("CONFIG", "PATH", "SHM_DIR", "PERSISTENT_PATH", "PERSISTENT_STORAGE_OPTIONS", "NODE")
 MAX_AGENTS = 8
 """Limit of places of agents that are looked at in a job's folder."""

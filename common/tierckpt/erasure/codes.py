@@ -246,7 +246,7 @@ class Stripes:
         return min(max(left, 0), self.segment_bytes)
 
     def windows(self, window_bytes: int) -> Iterator[tuple[int, int]]:
-        """Cut the segments into windows: ranges [low, high) counted from a segment's beginning.
+        """Cut the segments into windows: ranges [low, high) counted from a segment's start.
 
         All rows go through the same windows in step, so buffers hold windows, never segments.
         """

@@ -343,16 +343,16 @@ class Exporter(Callbacks, abc.ABC):
         """Free what `begin` and `export` took: the last call for a job."""
 
     def _work(self, job: Job, stop: threading.Event, queue: deque[Event]) -> None:
-        begun = self._try("start", self._begin, job)
+        ready = self._try("start", self._prepare, job)
         while not stop.wait(self.turn_seconds):
-            begun = begun or self._try("start", self._begin, job)
-            if begun:
+            ready = ready or self._try("start", self._prepare, job)
+            if ready:
                 self._turn(queue)
-        if begun:
+        if ready:
             self._turn(queue)
             self._try("end", self.end)
 
-    def _begin(self, job: Job) -> bool:
+    def _prepare(self, job: Job) -> bool:
         self.begin(job)
         state = (Sample(RUNNING, 1), Sample(INTERRUPTED, 0), Sample(RANKS, job.ranks))
         for sample in (*zeros(job.levels), *state):
@@ -387,9 +387,9 @@ class Exporter(Callbacks, abc.ABC):
 
 
 FAILED = {
-    "start": "%s cannot start; training goes on, and it is tried again. %s: %s",
+    "start": "%s cannot start; training continues, and it is tried again. %s: %s",
     "record": "%s: an event is left out. %s: %s",
-    "export": "%s does not export; training goes on, and it is tried again. %s: %s",
+    "export": "%s does not export; training continues, and it is tried again. %s: %s",
     "end": "%s: the last values are not exported. %s: %s",
 }
 
@@ -449,7 +449,7 @@ class ScalarExporter(Exporter):
 
     @abc.abstractmethod
     def log(self, points: Points) -> bool:
-        """Log these points. False if that is not possible yet: they are kept. The exporter's
+        """Log these points. False if not possible yet: they are kept. The exporter's
         thread; may raise."""
 
 
@@ -470,8 +470,7 @@ SHAPES = (
 def exporters_of(text: str) -> list[Exporter]:
     """The exporters that the setting names. Nothing is opened or imported yet.
 
-    Raises ConfigError for an unknown one, an argument that it does not take, and a package that is
-    not installed.
+    Raises ConfigError for an unknown one, an argument that it does not take, and a missing package.
     """
     return [_exporter(part.split(), text) for part in text.split(",") if text.strip()]
 

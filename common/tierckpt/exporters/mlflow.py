@@ -17,11 +17,11 @@ TAG = "tierckpt.job_id"
 class MLflow(ScalarExporter):
     """Logs the curves `tierckpt/...` to MLflow; a step is a version.
 
-    Without `experiment` and `run_id`, they go to the run that is active in the script
+    Without `experiment` and `run_id`, they go to the active run of the script
     (`mlflow.start_run()`).
 
     Args:
-        experiment: a run of ours alone, of this experiment; a restarted job goes on with it.
+        experiment: a run of ours alone, of this experiment; a restarted job continues it.
         tracking_uri: the store, a folder or a server's URL; default: MLflow's own setting.
         run_id: an existing run, for example `logger.run_id` of Lightning's MLFlowLogger.
         every_seconds: time between two points of a curve.

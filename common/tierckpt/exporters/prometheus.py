@@ -40,7 +40,7 @@ class PrometheusRegistry(Exporter):
         self._collector: Collector | None = None
 
     def begin(self, job: Job) -> None:
-        """Register the metrics. Those of an earlier job of this process begin anew."""
+        """Register the metrics. Those of an earlier job of this process start again."""
         from .prometheus_collector import Collector
 
         if self._collector is None:
@@ -61,7 +61,7 @@ class PrometheusRegistry(Exporter):
         self._collector.record(sample)
 
     def export(self) -> bool:
-        """Nothing: the registry is read when somebody asks."""
+        """Nothing: the registry is read on request."""
         return False
 
 

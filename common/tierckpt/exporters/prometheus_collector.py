@@ -40,7 +40,7 @@ class Collector:
         """Of histograms: the number of observations in each bucket."""
 
     def begin(self, job: Job) -> None:
-        """Begin with a job: forget all values."""
+        """Start with a job: forget all values."""
         with self._lock:
             self._job = (job.job_id, str(job.rank))
             self._values = {metric: {} for metric in METRICS}

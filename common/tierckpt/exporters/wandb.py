@@ -15,11 +15,11 @@ VERSION = "tierckpt/version"
 class WandB(ScalarExporter):
     """Logs the curves `tierckpt/...` to Weights & Biases, over `tierckpt/version`.
 
-    Without `project`, they go to the run that the script begins with `wandb.init()`: its own next
+    Without `project`, they go to the run that the script starts with `wandb.init()`: its own next
     `log` writes them, so they never change its steps.
 
     Args:
-        project: begin a run of this project that is ours alone, named after the job.
+        project: start a run of this project for us alone, named after the job.
         every_seconds: time between two points of a curve.
         ranks: the ranks that export; by default only the first of the job.
         init: further arguments of `wandb.init` for that run, `mode="offline"` for example.
@@ -61,7 +61,7 @@ class WandB(ScalarExporter):
         """The run, once there is one."""
         if self._project:
             if self._run is None:
-                self._run = self._define(self._begun())
+                self._run = self._define(self._find_run())
             return self._run
         module = sys.modules.get("wandb")  # a script that has a run has imported it
         run = getattr(module, "run", None)
@@ -70,7 +70,7 @@ class WandB(ScalarExporter):
         self._has_run |= run is not None
         return run
 
-    def _begun(self) -> Any:
+    def _find_run(self) -> Any:
         import wandb
 
         given = {
@@ -96,7 +96,7 @@ class WandB(ScalarExporter):
             self._run = None
         elif not self._has_run:
             logger.warning(
-                "WandB: nothing was logged, as the script began no run; call wandb.init() in it, "
+                "WandB: nothing was logged, as the script started no run; call wandb.init() in it, "
                 "or give WandB(project=...)"
             )
 

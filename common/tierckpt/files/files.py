@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Unpack
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.callbacks import Callbacks
 from tierckpt.checkpointer import shutdown
 from tierckpt.core.decisions import Reason
@@ -101,7 +101,7 @@ class Files:
 
         Args:
             version: only the version of this number; RestoreError if it does not exist.
-            ranks: ranks of the former run whose files this rank wants; None: its own, and a
+            ranks: ranks of the former run with files for this rank; None: its own, and a
                 RestoreError if the number of ranks is another one.
         """
         restart = self._find(version)
@@ -112,23 +112,23 @@ class Files:
         return restored
 
     def accept(self) -> None:
-        """Begin the run from the version that was found. `restore` does it. Collective."""
+        """Start the run from the version that was found. `restore` does it. Collective."""
         if self._restart is None or self._restart.found is None:
             raise TierckptError("accept() without load(): no version was found")
-        self._restart.go_on(self._refused)
-        self._intervals.go_on_from(self._job)
+        self._restart.start_run(self._refused)
+        self._intervals.continue_from(self._job)
         self._restart.close()
         self._restart = None
 
     def load(self, ranks: Sequence[int] | None = None) -> RestoredFiles | None:
-        """As `restore`, but the run does not begin yet: `accept` or `refuse` follows. For programs
+        """As `restore`, but the run does not start yet: `accept` or `refuse` follows. For programs
         that may find the files unusable. Collective."""
         restart = self._find(None)
         return restart.load(ranks) if restart else None
 
     def refuse(self) -> None:
-        """Give up the version that `load` returned: the next `load` returns an older one. Once that
-        is accepted, later runs do not take the refused one either. Collective."""
+        """Give up the version that `load` returned: the next `load` returns an older one. Once the
+        older one is accepted, later runs do not take the refused one either. Collective."""
         if self._restart is not None and self._restart.found is not None:
             self._refused = True
             self._restart.refuse()
@@ -139,7 +139,7 @@ class Files:
             raise RestoreError("restore() while a version is being written: end it first")
         if self._job.history.lineage:
             raise RestoreError(
-                "restore() after the run has begun: call it before the first version, and once"
+                "restore() after the run has started: call it before the first version, and once"
             )
         if self._restart is None:
             self._restart = Restart(self._job)
@@ -180,7 +180,7 @@ class Files:
         try:
             yield files
         except Exception as error:
-            self.end(in_words(error))
+            self.end(error_text(error))
             raise
         except BaseException:
             self._current = None  # an interrupt: no other rank may be there
@@ -188,7 +188,7 @@ class Files:
         self.end()
 
     def begin(self, name: int | str | None = None) -> VersionFiles:
-        """Begin a version; `end` completes it. `version` does both. Collective."""
+        """Start a version; `end` completes it. `version` does both. Collective."""
         self._refuse_closed("version()")
         if self._current is not None:
             raise TierckptError(
@@ -199,7 +199,7 @@ class Files:
             self._restart = None
         job = self._job
         if not job.history.lineage:
-            job.levels.begin_afresh()
+            job.levels.start_afresh()
         number, text = self._named(name)
         job.folders.clear()
         job.folders.drop_restored()
@@ -207,8 +207,8 @@ class Files:
         return self._current
 
     def end(self, trouble: str = "") -> bool:
-        """Complete the version that `begin` began, unless a rank has `trouble`; returns True on all
-        ranks if it is complete. Collective.
+        """Complete the version of the last `begin`, unless a rank has `trouble`; returns True on
+        all ranks if it is complete. Collective.
 
         If the job is to end early and the program never calls `should_exit`, this closes and raises
         SystemExit, as `Checkpointer.step` does."""
@@ -247,16 +247,16 @@ class Files:
 
     @property
     def begun(self) -> bool:
-        """True once the run has begun: from a restored version, or with its first one."""
+        """True once the run has started: from a restored version, or with its first one."""
         return bool(self._job.history.lineage)
 
     def warn(self, text: str) -> None:
-        """Emit a warning that is the same on all ranks. Not collective."""
+        """Emit one warning of all ranks. Not collective."""
         self._job.warn(text)
 
     @property
     def current(self) -> VersionFiles | None:
-        """The version that is being written."""
+        """The version being written."""
         return self._current
 
     # --- the end --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A job without a training state: the levels of a program whose ranks store files.
+"""A job without a training state: the levels of a program with ranks that store files.
 
 It has what a checkpointer has below the snapshot. Ranks do not vote while they compute; they
 exchange what they know in collectives of the calls that the program makes anyway.
@@ -42,7 +42,7 @@ SAME = {"__exit__": "close"}
 
 
 class SameCalls:
-    """A group whose gathers find out that ranks make different calls, as with `if rank == 0:`
+    """A group with gathers that find out that ranks make different calls, as with `if rank == 0:`
     around one of them. Otherwise each rank would take the others' values for something else. Is a
     `Group`; the methods are those of the group inside."""
 
@@ -178,7 +178,7 @@ class FilesJob(JobBase):
         self.agreement.settle(final=False)
         votes = self.group.all_gather_object(self.halt.wish(self.version))
         self.unattended = self.halt.receive(_agreed(votes))
-        self.levels.promotion.backlog.go_on()
+        self.levels.promotion.backlog.advance()
 
     def collect(self) -> None:
         """Process the agent's messages. Not collective."""
@@ -186,7 +186,7 @@ class FilesJob(JobBase):
         self.reports.say()
 
     def warn(self, text: str) -> None:
-        """Emit a warning that is the same on all ranks."""
+        """Emit one warning of all ranks."""
         self.reports.notice_of_all(text)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -238,7 +238,7 @@ class Intervals:
         self._last_steps: dict[Level, int] = dict.fromkeys(INTERVALS, 0)
         self._last_seconds: dict[Level, float] = dict.fromkeys(INTERVALS, -math.inf)
 
-    def go_on_from(self, job: FilesJob) -> None:
+    def continue_from(self, job: FilesJob) -> None:
         """Start from a restored version: nothing is due before an interval has passed on levels
         that have it."""
         now = time.monotonic()

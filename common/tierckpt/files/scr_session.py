@@ -4,7 +4,7 @@ The settings of SCR are known by their names, and the settings of Tierckpt follo
 part is pure.
 
 The names and their meaning are those of SCR's user guide, "Configure a job". A name that would
-change where or how data is stored, and has no counterpart here, is refused in words; names about
+change where or how data is stored, and has no counterpart here, is refused with a text; names about
 SCR's own commands, logs and buffers have no effect, and a notice says so.
 """
 
@@ -107,7 +107,7 @@ class ScrSettings:
     of_files: dict[str, Any]
     """Settings of `Files`."""
     notices: tuple[str, ...] = ()
-    """What of the settings this job cannot have, in words."""
+    """What of the settings this job cannot have, as text."""
 
     @property
     def advises(self) -> bool:
@@ -251,7 +251,7 @@ class ScrSession:
         self._calls = 0
         """Number of calls of `need_checkpoint`."""
         self._ended = time.monotonic()
-        self._began = self._ended
+        self._started = self._ended
         self._costs_seconds: list[float] = []
         self._named = settings.current
         """Name of the checkpoint that was asked for, by SCR_CURRENT or `current`; else empty."""
@@ -367,7 +367,7 @@ class ScrSession:
         self._named = name
         self._find()
 
-    def _begin_from_current(self) -> None:
+    def _start_from_current(self) -> None:
         """A program that named its checkpoint has restarted from it by itself."""
         if self._named and not self.files.begun and self._find() is not None:
             self.files.accept()
@@ -413,11 +413,11 @@ class ScrSession:
                     f"start_output{call} by rank {rank}, and start_output{calls[0]} by rank 0: all "
                     "ranks must give the same name and flags"
                 )
-        self._begin_from_current()
+        self._start_from_current()
         if flags & CHECKPOINT:
             self.files.begin(str(name) if name else None)
         self._flags, self._phase, self._output = flags, Phase.OUTPUT, {}
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     def complete_output(self, valid: bool) -> bool:
         """See `scr.complete_output`."""
@@ -431,11 +431,11 @@ class ScrSession:
             trouble = self._copy_out()
         whole = self.files.end(trouble)
         self._ended = time.monotonic()
-        self._costs_seconds.append(self._ended - self._began)
+        self._costs_seconds.append(self._ended - self._started)
         return whole
 
     def _copy_out(self) -> str:
-        """Copy the files of a checkpoint that is output as well to their own paths; returns the
+        """Copy the files of a checkpoint, also an output, to their own paths; returns the
         reason of a failure."""
         part = ""
         try:
@@ -453,5 +453,5 @@ class ScrSession:
     def finalize(self) -> None:
         """See `scr.finalize`."""
         self._in(Phase.IDLE, "finalize()")
-        self._begin_from_current()
+        self._start_from_current()
         self.files.close()

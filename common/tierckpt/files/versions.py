@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt import _faults
-from tierckpt._text import counted, in_words
+from tierckpt._text import counted, error_text
 from tierckpt.checkpointer.levels import repair
 from tierckpt.checkpointer.shutdown import Shutdown, WaitProgress
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise
@@ -170,7 +170,7 @@ def decode_state(data: bytes) -> dict[str, Any] | None:
 
 
 def entries_of(header: ShardHeader) -> Iterator[tuple[str, int, int]]:
-    """Yield name, begin and end of each file in the shard with this header. Raises TierckptError
+    """Yield name, start and end of each file in the shard with this header. Raises TierckptError
     for a name that would leave the folder."""
     for piece in header.pieces:
         if piece.spec.name.startswith(FILE_PREFIX):
@@ -181,7 +181,7 @@ def entries_of(header: ShardHeader) -> Iterator[tuple[str, int, int]]:
 class RestoredFiles(Mapping[str, str]):
     """A mapping from the names of files to paths, where a program can read them.
 
-    The files stay until the next version begins, or until `Files.close`. They are copies: a program
+    The files stay until the next version starts, or until `Files.close`. They are copies: a program
     may open them for writing as well.
     """
 
@@ -191,7 +191,7 @@ class RestoredFiles(Mapping[str, str]):
         self.name = name
         """Name of the version; its number as text if none was given."""
         self.by_rank = by_rank
-        """The same mapping for each rank of the former run whose files were asked for."""
+        """The same mapping for each wanted rank of the former run."""
         self.levels: dict[str, int] = {}
         """Number of ranks' shares by the level that they were read from."""
 
@@ -300,7 +300,7 @@ class Saving:
             slot, manifest = self._seal(facts, shard)
         except (OSError, TierckptError, NoSlotError) as error:
             job.levels.slot_handoff.broken(id_)
-            job.reports.lost(number, in_words(error))
+            job.reports.lost(number, error_text(error))
         else:
             if LOCAL in levels:
                 job.levels.slot_handoff.commit_sealed(id_, slot)
@@ -314,7 +314,7 @@ class Saving:
 
     def _seal(self, facts: VersionFacts, shard: FilesShard) -> tuple[Slot, Manifest]:
         """Copy the files into a slot and seal it. Raises NoSlotError, OSError, TierckptError."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         slot = self._slot(facts, shard)
         sealed = None
         try:
@@ -340,7 +340,7 @@ class Saving:
             version=facts.id.version,
             level=MEMORY,
             nbytes=manifest.image_bytes,
-            seconds={"copy": time.perf_counter() - begin},
+            seconds={"copy": time.perf_counter() - start},
             severity=logging.DEBUG,
         )
         return slot, manifest
@@ -367,13 +367,13 @@ class Saving:
         """Make the newest version durable and wait for all levels. Returns True on all ranks if
         memory may be freed."""
         job = self._job
-        begin, durable, answers = time.perf_counter(), False, False
+        start, durable, answers = time.perf_counter(), False, False
         try:
             durable = self._make_durable()
             answers = True
         except Exception as error:
             job.reports.notice(
-                f"the newest version is not durable: {in_words(error)}", logging.ERROR
+                f"the newest version is not durable: {error_text(error)}", logging.ERROR
             )
         outcomes = job.group.all_gather_object((durable, answers))
         durable = all(safe for safe, _ in outcomes)
@@ -384,7 +384,7 @@ class Saving:
         if durable and job.history.lineage:
             job.agreement.settle()
             job.levels.promotion.retire()
-        seconds = {"close": time.perf_counter() - begin}
+        seconds = {"close": time.perf_counter() - start}
         job.reports.emit("closed", message="the program's end", seconds=seconds)
         return durable
 
@@ -436,7 +436,7 @@ def _why_not(troubles: list[str], named: list[tuple[int, str]]) -> str:
 
 
 class Restart:
-    """One restart: `find`, then `load` and `go_on` if there is a version. All collective."""
+    """One restart: `find`, then `load` and `start_run` if there is a version. All collective."""
 
     def __init__(self, job: FilesJob) -> None:
         """Take the inventory of all levels."""
@@ -458,7 +458,7 @@ class Restart:
 
     def find(self, version: int | None = None) -> bool:
         """Find the newest sound version, or this one; read and verify it. False if there is none
-        and the job starts from the beginning. Raises RestoreError as `Checkpointer.restore`."""
+        and the job starts from nothing. Raises RestoreError as `Checkpointer.restore`."""
         self.found = self.search.find(version, self._job.version)
         if self.found is None:
             with self._error_barrier:
@@ -558,15 +558,15 @@ class Restart:
             return
         broadcaster.show(source, outline, image, shown.visit)
 
-    def go_on(self, rejected: bool) -> None:
-        """Begin the run from the version that was loaded, and make it redundant again. `rejected`:
+    def start_run(self, rejected: bool) -> None:
+        """Start the run from the loaded version, and make it redundant again. `rejected`:
         the program refused a newer one, which no later run is to take."""
         found, job = self.found, self._job
         assert found is not None
         manifest = Manifest.decode(found.contents.own.manifest)
         result = found.report(manifest)
         with self._error_barrier:
-            job.levels.go_on_from(manifest.facts.lineage, result, self._error_barrier)
+            job.levels.continue_from(manifest.facts.lineage, result, self._error_barrier)
             job.version = self.number
             if rejected:
                 job.history.went_back(())
@@ -627,9 +627,9 @@ class _Writer:
             self._open(window)
         end = offset + len(window)
         for name, low, high in self._entries:
-            begin, stop = max(low, offset), min(high, end)
-            if begin < stop:
-                _write(self._fd(name), window[begin - offset : stop - offset], begin - low)
+            start, stop = max(low, offset), min(high, end)
+            if start < stop:
+                _write(self._fd(name), window[start - offset : stop - offset], start - low)
             if high <= end and name in self._fds:
                 os.close(self._fds.pop(name))
         if end > self._tree_low:

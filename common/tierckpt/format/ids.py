@@ -10,7 +10,7 @@ every writer knows it without asking others:
     <root>/<version>.retired            the version is being removed, or must not be completed
     <root>/<version>.pin                retention leaves the version alone
     <root>/<version>.suspect            replicas differed when it was taken; describes how
-    <root>/v<version>.g<generation>.<fork>.hold       another job began from it, and needs it
+    <root>/v<version>.g<generation>.<fork>.hold       another job started from it, and needs it
     <root>/v<version>.g<generation>.<fork>.fork       ... and does not need it any more
     <root>/<version>/<group>.group      the place of every shard of the group
     <root>/<version>/<group>.shards     the group's shards, where many can write into one file
@@ -37,11 +37,11 @@ Lineage = tuple[tuple[int, int], ...]
 
 
 NO_RUN = (0, 0)
-"""An entry in a lineage that is older than every version."""
+"""An entry in a lineage older than every version."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """The smallest multiple of `multiple`, at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -70,7 +70,7 @@ class VersionId(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The begin of the names of all files of this version, before a dot."""
+        """The start of the names of all files of this version, before a dot."""
         return f"v{self.version:010d}.g{self.generation:06d}"
 
 
@@ -124,7 +124,7 @@ _STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.(?P<letter>[sp])(\d{5,})of(\d{5,})")
 def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
     """True when `id_` is a version of the newest generation of `lineage`, or in its past.
 
-    When a job was taken back to v5 and went on, v12 of the run before is not in its past.
+    When a job was taken back to v5 and continued, v12 of the run before is not in its past.
     """
     if not lineage or id_.generation > lineage[-1][0]:
         return True
@@ -132,25 +132,27 @@ def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
 
 
 def newest_first(
-    found: Iterable[tuple[VersionId, Lineage]], began: tuple[int, int] = NO_RUN
+    found: Iterable[tuple[VersionId, Lineage]], rollback: tuple[int, int] = NO_RUN
 ) -> list[VersionId]:
     """Order versions for a restart, newest first; only those in the newest one's past.
 
-    `began` is the entry in the lineage of a run that may have left no version yet. If it is newer
-    than all versions, only those in its past count.
+    `rollback` is the entry in the lineage of a run that may have left no version yet. If it is
+    newer than all versions, only those in its past count.
     """
     known = dict(found)
-    lineage = newest_lineage(known, began)
+    lineage = newest_lineage(known, rollback)
     return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
 
 
-def newest_lineage(known: Mapping[VersionId, Lineage], began: tuple[int, int] = NO_RUN) -> Lineage:
-    """Return the lineage of the newest version, continued by the run that `began` after it (see
+def newest_lineage(
+    known: Mapping[VersionId, Lineage], rollback: tuple[int, int] = NO_RUN
+) -> Lineage:
+    """Return the lineage of the newest version, continued by `rollback` if newer (see
     `newest_first`); empty without versions."""
     newest = max(known, default=None)
     if newest is None:
         return ()
-    return (*known[newest], began) if began[0] > newest.generation else known[newest]
+    return (*known[newest], rollback) if rollback[0] > newest.generation else known[newest]
 
 
 def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
@@ -265,7 +267,7 @@ def parse_run(name: str) -> range | None:
 
 
 def fork_mark(id_: VersionId, fork: str, held: bool) -> str:
-    """Return the name of the mark of a fork (16 hexadecimal digits) that began from a version; on
+    """Return the name of the mark of a fork (16 hexadecimal digits) that started from a version; on
     the local level, too."""
     return f"{id_.stem}.{fork}{HOLD if held else FORK}"
 

@@ -5,7 +5,7 @@ work in time as well as in total: whichever layer's gradients are being reduced,
 of that layer to copy.
 
 Words: a *piece* is a contiguous flat range of one tensor, counted in elements in memory order. A
-*block* is a contiguous byte range of the shard that is copied and hashed at once: a part of one
+*block* is a contiguous byte range of the shard, copied and hashed at once: a part of one
 large piece, or several small ones side by side.
 """
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import CorruptShardError, FormatError
 
 from . import records
@@ -141,11 +141,11 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
         rows = item_sizes(metadata["pieces"])
         lengths = unrun(json.loads(metadata["blocks"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"not a shard header: {in_words(error)}") from error
-    begins = [begin for begin, _ in rows]
+        raise FormatError(f"not a shard header: {error_text(error)}") from error
+    starts = [start for start, _ in rows]
     found = [Block(header_bytes, 1)]
     for low, nbytes in zip(accumulate(lengths, initial=0), lengths, strict=False):
-        number = bisect_right(begins, low) - 1
+        number = bisect_right(starts, low) - 1
         size = rows[number][1] if number >= 0 else 1
         found.append(Block(nbytes, size if size in ITEM_BYTES else 1))
     return found

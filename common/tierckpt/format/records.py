@@ -8,7 +8,7 @@ The facts of a version are all that a run knows before a byte is written, the sa
 They are taken at the boundary, travel with the snapshot, and are stored in the manifest of every
 shard, in the manifest of parity, and in the version's record on the persistent level.
 
-A run of a job has two records: the first is written when the run begins, the second when it ends;
+A run of a job has two records: the first is written when the run starts, the second when it ends;
 a killed run has no second one. Nothing needs them to restore: they explain the history to people.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import CorruptShardError, FormatError
 
 from .ids import (
@@ -57,7 +57,7 @@ def misfit(values: object, what: str, error: Exception) -> FormatError:
     another version."""
     written = values.get("format_version") if isinstance(values, Mapping) else None
     ours = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
-    why = f"it has no {error}" if isinstance(error, KeyError) else in_words(error)
+    why = f"it has no {error}" if isinstance(error, KeyError) else error_text(error)
     if written in (None, ours):
         return FormatError(f"not a {what}: {why}")
     return FormatError(
@@ -108,7 +108,7 @@ class VersionFacts:
     complete: VersionId | None = None
     """The newest version that was known to be on all ranks' disks when this one was taken."""
     suspect: str = ""
-    """The difference between replicas, in words, that was known when this version was taken."""
+    """The difference between replicas, as text, that was known when this version was taken."""
 
     @property
     def name(self) -> VersionName:
@@ -250,7 +250,7 @@ class VersionManifest:
     bases: tuple[VersionName, ...] = ()
     """Versions that a shard refers to, in order."""
     created_seconds: float | None = None
-    """Unix time of the seal of shard 0; None if that is unknown."""
+    """Unix time of the seal of shard 0; None if unknown."""
 
     @property
     def name(self) -> VersionName:
@@ -311,7 +311,7 @@ FACTS = (
 )
 """Facts that are one text each."""
 TRAINING_END = "the training's end"
-"""The reason of an end that nobody asked for: the training has made its last step."""
+"""The reason of an end without a request: the training has made its last step."""
 
 
 @dataclass(frozen=True)
@@ -320,10 +320,10 @@ class RunRecord:
 
     run_id: str
     generation: int
-    began: VersionId | None = None
-    """The version of this job that it restored; None: it began without one."""
+    started_from: VersionId | None = None
+    """The version of this job that it restored; None: it started without one."""
     fork: str = ""
-    """The version of another job that it began from, `PATH@v40`; empty: none."""
+    """The version of another job that it started from, `PATH@v40`; empty: none."""
     started_seconds: float = 0.0
     """Unix time, by the clock of the node that wrote the record."""
     ranks: int = 1
@@ -349,10 +349,11 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the record, with the names of FORMAT.md."""
+        start = self.started_from
         values: dict[str, Any] = {
             "run_id": self.run_id,
             "generation": self.generation,
-            "began": None if self.began is None else (self.began.generation, self.began.version),
+            "began": start and (start.generation, start.version),
             "fork": self.fork,
             "started_seconds": self.started_seconds,
             "ranks": self.ranks,
@@ -365,11 +366,11 @@ class RunRecord:
     def from_json(values: Mapping[str, Any]) -> RunRecord:
         """Read the fields that `to_json` made; ignore others. Raises KeyError, ValueError or
         TypeError if they are not a record of a run."""
-        began = values["began"]
+        started_from = values["began"]
         return RunRecord(
             run_id=str(values["run_id"]),
             generation=int(values["generation"]),
-            began=None if began is None else VersionId(*map(int, began)),
+            started_from=None if started_from is None else VersionId(*map(int, started_from)),
             fork=str(values.get("fork", "")),
             started_seconds=float(values["started_seconds"]),
             ranks=int(values["ranks"]),
@@ -387,12 +388,12 @@ class RunEnd:
     ended_seconds: float
     """Unix time, by the clock of the rank's node."""
     reason: str
-    """Why the training ended, in words: `the training's end`, a signal, or an error's type."""
+    """Why the training ended, as text: `the training's end`, a signal, or an error's type."""
     rank: int = 0
     failed: bool = False
     """An error ended the training on this rank."""
     version: int = 0
-    """The last version that this rank took, or began with."""
+    """The last version that this rank took, or started with."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the record, with the names of FORMAT.md."""

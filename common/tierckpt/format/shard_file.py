@@ -28,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import FormatError
 
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
@@ -78,7 +78,7 @@ def item_sizes(text: str) -> list[tuple[int, int]]:
 
 
 METADATA = '{"__metadata__":'
-"""Begin of a shard's header."""
+"""Start of a shard's header."""
 
 
 def metadata_of(header: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ class _Kind:
 
 
 def _offsets(table: Any, of_piece: Sequence[_Kind]) -> list[int]:
-    """Begins of the pieces, and the end of the last one."""
+    """Starts of the pieces, and the end of the last one."""
     sizes = [kind.nbytes for kind in of_piece]
     for number, start, stop in table["parts"]:
         sizes[number] = (int(stop) - int(start)) * of_piece[number].itemsize_bytes
@@ -190,7 +190,7 @@ def encode_header(
     trained: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[bytes, int]:
     """Return the header for `layout` with room for `rank_state_bytes`, and the data's length.
-    `trained`: see `ShardHeader`; empty if that is unknown.
+    `trained`: see `ShardHeader`; empty if unknown.
 
     Both are multiples of PAGE_BYTES: safetensors pads its header with spaces, and the room for
     the rank state fills the rest of the data's last page.
@@ -241,7 +241,7 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         flags = unrun(json.loads(metadata.get("trained", "[]")))
         trained = dict(zip(_parameters(pieces), flags, strict=False))
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"not a shard header: {in_words(error)}") from error
+        raise FormatError(f"not a shard header: {error_text(error)}") from error
     return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied, trained)
 
 
@@ -285,14 +285,14 @@ class ShardSummary:
 
     header_bytes: int
     data_bytes: int
-    begun: tuple[TensorSpec, ...]
-    """Striped tensors whose first element is in this shard."""
+    starting: tuple[TensorSpec, ...]
+    """Striped tensors with their first element in this shard."""
     evidence: int
     """Sum over its striped pieces: elements times the tensor's `_weight`."""
     structure: dict[str, Any] | None
     """Structure of the optimizers; in shard 0's summary only."""
     trained: Mapping[str, int] = field(default_factory=dict)
-    """See `ShardHeader.trained`, of the parameters among `begun`."""
+    """See `ShardHeader.trained`, of the parameters among `starting`."""
 
     @staticmethod
     def of(shard: int, header: ShardHeader) -> ShardSummary:
@@ -304,7 +304,7 @@ class ShardSummary:
             tuple(piece.spec for piece in striped if piece.start == 0),
             sum((p.stop - p.start) * _weight(p.spec.name) for p in striped),
             None if shard else header.structure,
-            {p.spec.name: header.trained[p.spec.name] for p in striped if _begins(p, header)},
+            {p.spec.name: header.trained[p.spec.name] for p in striped if _starts_in(p, header)},
         )
 
     @property
@@ -350,13 +350,13 @@ class VersionSummary:
     """Summaries by shard."""
     own: RankState
     missing: list[str] = field(default_factory=list)
-    """Tensors with elements that are in no shard, in words."""
+    """Tensors with elements in no shard, as text."""
     specs: dict[str, TensorSpec] = field(init=False)
     """Striped tensors by name."""
 
     def __post_init__(self) -> None:
         """Collect the striped tensors of all shards."""
-        self.specs = {spec.name: spec for each in self.outlines for spec in each.begun}
+        self.specs = {spec.name: spec for each in self.outlines for spec in each.starting}
 
     @property
     def trained(self) -> dict[str, int]:
@@ -386,7 +386,7 @@ class VersionSummary:
         return there == sum(s.numel * _weight(name) for name, s in self.specs.items())
 
 
-def _begins(piece: Piece, header: ShardHeader) -> bool:
+def _starts_in(piece: Piece, header: ShardHeader) -> bool:
     return piece.start == 0 and piece.spec.name in header.trained
 
 
@@ -403,7 +403,7 @@ def counts(headers: Iterable[ShardHeader]) -> dict[str, int]:
 
 
 def lacking(specs: Mapping[str, TensorSpec], readers: Iterable[Mapping[str, int]]) -> list[str]:
-    """Return the missing elements by all readers' `counts`, in words."""
+    """Return the missing elements by all readers' `counts`, as text."""
     there: dict[str, int] = {}
     for theirs in readers:
         for name, count in theirs.items():

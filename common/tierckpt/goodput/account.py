@@ -65,7 +65,7 @@ CATEGORIES = {
     "waiting": Category("wait for machines", RECOVERY, "#bab0ac"),
 }
 NOT_RUNNING = "not_running"
-"""Time after an end that nobody had to follow; it is no part of the elapsed time."""
+"""Time after the job's own end; it is no part of the elapsed time."""
 WITHOUT_PROCESSES = ("relaunch", "waiting")
 """Categories in which the job has no processes: the badput of scheduling."""
 RESTART = ("noticed", "ended", "relaunch", "import", "setup", "rendezvous", "attach", "restore")
@@ -142,7 +142,7 @@ class Ending(Enum):
     ROLLED_BACK = "rolled back"
     """A restore in the same process."""
     OPEN = "open"
-    """The newest records of the job: it runs, or it failed and nobody has started it again."""
+    """The newest records of the job: it runs, or it failed and was not started again."""
 
 
 @dataclass
@@ -181,13 +181,13 @@ class _Stalls:
             return self._seconds[-1]
         if i == 0 or self._versions[i] == version:
             return self._seconds[i]
-        begin, end = self._versions[i - 1], self._versions[i]
-        share = (version - begin) / (end - begin)
+        start, end = self._versions[i - 1], self._versions[i]
+        share = (version - start) / (end - start)
         return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
 
 
 def usual_step_seconds(span: Span) -> float | None:
-    """Mean duration of a step without stalls, after the first record; None if that is unknown."""
+    """Mean duration of a step without stalls, after the first record; None if unknown."""
     if len(span.samples) < 2 or span.samples[-1].version <= span.samples[0].version:
         return None
     first, last = span.samples[0], span.samples[-1]
@@ -205,7 +205,7 @@ def divide(
     usual_seconds: float | None,
     least_exact_seconds: float,
 ) -> Division:
-    """Divide the time from the span's begin to `end`.
+    """Divide the time from the span's start to `end`.
 
     Args:
         slowest: the same span of the rank with the longest stalls.
@@ -218,9 +218,9 @@ def divide(
     result = Division(made=newest - span.version)
     result.lost = max(0, newest - int(max(min(kept, newest), span.version)))
     if not span.samples and newest <= span.version:
-        result.seconds["first_step"] += end - span.begin
+        result.seconds["first_step"] += end - span.start
         return result
-    points = [Sample(span.begin, span.version, 0.0), *span.samples]
+    points = [Sample(span.start, span.version, 0.0), *span.samples]
     if newest > points[-1].version:
         at = max(points[-1].at, min(span.end, end))
         points.append(Sample(at, newest, points[-1].stall_seconds))
@@ -240,13 +240,13 @@ def divide(
 
 def _windows(points: Sequence[Sample], stalls: _Stalls) -> list[_Window]:
     found = []
-    for begin, end in pairwise(points):
-        stall = end.stall_seconds - begin.stall_seconds
-        if end.version > begin.version:
-            stall = stalls.until(end.version) - stalls.until(begin.version)
-        seconds = end.at - begin.at
+    for start, end in pairwise(points):
+        stall = end.stall_seconds - start.stall_seconds
+        if end.version > start.version:
+            stall = stalls.until(end.version) - stalls.until(start.version)
+        seconds = end.at - start.at
         within = min(max(stall, 0.0), seconds)
-        found.append(_Window(seconds, begin.version, end.version, within))
+        found.append(_Window(seconds, start.version, end.version, within))
     return found
 
 
@@ -276,8 +276,7 @@ def _tail(
         return {"training" if kept >= newest else "lost": tail}
     if ending is Ending.ROLLED_BACK or usual_seconds is None:
         return {"lost": tail}
-    # A step that was interrupted, and those without a record; a longer silence is a failure that
-    # nobody noticed.
+    # An interrupted step, and those without a record; a longer silence is an unnoticed failure.
     lost = min(tail, 2 * usual_seconds + least_exact_seconds)
     return {"lost": lost, "noticed": tail - lost}
 
@@ -292,7 +291,7 @@ class Part:
     stalls are between steps in truth."""
 
     category: str
-    begin: float
+    start: float
     seconds: float
 
 
@@ -301,8 +300,8 @@ class RunAccount:
     """One run of the job; times in Unix seconds by its lowest rank's clock."""
 
     number: int
-    begin: float
-    """Start of its processes, or the end of the former run if that is later."""
+    start: float
+    """Start of its processes, or the end of the former run if later."""
     end: float = 0.0
     world: int = 1
     reference: int = 0
@@ -343,10 +342,10 @@ class RunAccount:
             found[part.category] += part.seconds
         return found
 
-    def add(self, category: str, begin: float, end: float) -> None:
+    def add(self, category: str, start: float, end: float) -> None:
         """Add a stretch, if it is not empty."""
-        if end > begin:
-            self.parts.append(Part(category, begin, end - begin))
+        if end > start:
+            self.parts.append(Part(category, start, end - start))
 
 
 @dataclass
@@ -440,7 +439,7 @@ def account(
     accounts: list[RunAccount] = []
     for number, run in enumerate(runs):
         after = runs[number + 1] if number + 1 < len(runs) else None
-        one = _begin(run, accounts[-1] if accounts else None, number, gap_seconds)
+        one = _start_account(run, accounts[-1] if accounts else None, number, gap_seconds)
         _end(one, run, after, usual)
         _add_startup(one, run)
         _add_spans(one, run, kept[number], usual)
@@ -480,24 +479,26 @@ def _usual_seconds(runs: Sequence[Run]) -> float | None:
     return median(known) if known else None
 
 
-def _begin(run: Run, before: RunAccount | None, number: int, gap_seconds: float) -> RunAccount:
+def _start_account(
+    run: Run, before: RunAccount | None, number: int, gap_seconds: float
+) -> RunAccount:
     """The run's account, with the time since the end of the former run."""
     own = run.reference
-    begin = own.process if before is None else max(own.process, before.end)
-    one = RunAccount(number + 1, begin, world=own.world, reference=own.rank)
+    start = own.process if before is None else max(own.process, before.end)
+    one = RunAccount(number + 1, start, world=own.world, reference=own.rank)
     if before is None:
         return one
     one.after_failure = before.ending is Ending.FAILED
     one.by_shim, one.in_new_process = own.shim, own.process >= before.end
-    if begin - before.end > gap_seconds:
-        one.add(NOT_RUNNING, before.end, begin)
+    if start - before.end > gap_seconds:
+        one.add(NOT_RUNNING, before.end, start)
     elif before.ending is Ending.CLOSED:
-        one.add("waiting" if before.interrupted else NOT_RUNNING, before.end, begin)
+        one.add("waiting" if before.interrupted else NOT_RUNNING, before.end, start)
     else:
         at = before.end
         _, noticed, ended = own.restart or (at, at, at)
-        for category, until in (("noticed", noticed), ("ended", ended), ("relaunch", begin)):
-            until = min(max(at, until), begin)
+        for category, until in (("noticed", noticed), ("ended", ended), ("relaunch", start)):
+            until = min(max(at, until), start)
             one.add(category, at, until)
             at = until
     return one
@@ -506,7 +507,7 @@ def _begin(run: Run, before: RunAccount | None, number: int, gap_seconds: float)
 def _end(one: RunAccount, run: Run, after: Run | None, usual_seconds: float | None) -> None:
     """Find the end of a run, and how exactly it is known."""
     own = run.reference
-    one.end = max(own.last, one.begin)
+    one.end = max(own.last, one.start)
     if own.closing is not None:
         one.ending, one.reason, one.interrupted = Ending.CLOSED, own.reason, own.interrupted
         return
@@ -536,7 +537,7 @@ def _silence_seconds(own: RankRun, usual_seconds: float | None) -> float:
 
 def _add_startup(one: RunAccount, run: Run) -> None:
     """Add the time from the start of the processes to the end of the attach."""
-    own, at = run.reference, one.begin
+    own, at = run.reference, one.start
     attached = own.attached if own.attached is not None else one.end
     wait = run.wait_seconds if own.attached is not None else 0.0
     moments = (
@@ -559,13 +560,13 @@ def _add_spans(one: RunAccount, run: Run, kept: Sequence[float], usual: float | 
         return
     trained = [span for span in own.spans if span.samples] or own.spans[-1:]
     one.from_version = one.to_version = trained[0].version
-    at = min(max(one.begin, own.attached), one.end)
+    at = min(max(one.start, own.attached), one.end)
     for number, span in enumerate(own.spans):
-        restored = min(max(at, span.begin), one.end)
+        restored = min(max(at, span.start), one.end)
         one.add("restore", at, restored)
         after = own.spans[number + 1] if number + 1 < len(own.spans) else None
         if after is not None:
-            until = after.begin - after.restore_seconds
+            until = after.start - after.restore_seconds
         else:
             until = one.end if own.closing is None else own.closing
         at = max(restored, min(until, one.end))
@@ -593,9 +594,9 @@ def _add_training(
     span, newest = own.spans[number], run.newest(number)
     if ending is Ending.FAILED and span.samples and newest < kept < math.inf:
         newest = int(kept)  # made and stored after the last record
-    begin, end = stretch
+    start, end = stretch
     result = divide(
-        replace(span, begin=begin),
+        replace(span, start=start),
         run.slowest(number)[1],
         end,
         newest,
@@ -605,8 +606,8 @@ def _add_training(
         0.0 if own.told_end else own.heartbeat_seconds,
     )
     for category in ("first_step", "training", "checkpoint", "lost", "noticed"):
-        one.add(category, begin, begin + result.seconds[category])
-        begin += result.seconds[category]
+        one.add(category, start, start + result.seconds[category])
+        start += result.seconds[category]
     one.made_steps += result.made
     one.lost_steps += result.lost
     one.to_version = newest
@@ -637,8 +638,8 @@ def _notes(runs: Sequence[Run], accounts: Sequence[RunAccount]) -> list[str]:
     for run, one in zip(runs, accounts, strict=True):
         if run.reference.follows_at_once:
             found.append(
-                f"run {one.number} began, by its clock, before the end of the run before: the time "
-                "between them is unknown, and counts as 0"
+                f"run {one.number} started, by its clock, before the end of the run before: the "
+                "time between them is unknown, and counts as 0"
             )
         if (lacking := one.world - len(run.ranks)) > 0 and run.reference.run:
             ranks = f"{lacking} of {one.world} ranks"
@@ -651,7 +652,7 @@ def _notes(runs: Sequence[Run], accounts: Sequence[RunAccount]) -> list[str]:
 def document(job: Account, program_goodput: float | None) -> dict[str, Any]:
     """The whole account. Times are Unix seconds, shares are from 0 to 1.
 
-    - `elapsed_seconds`: the sum of all categories; `not_running_seconds`: time that is not counted
+    - `elapsed_seconds`: the sum of all categories; `not_running_seconds`: time not counted
     - `goodput`, `scheduling_goodput`, `runtime_goodput`, `program_goodput`: shares; the last one is
       null without its options
     - `categories`: for each name `title`, `google` (the term there), `seconds`, `share` of the
@@ -664,7 +665,7 @@ def document(job: Account, program_goodput: float | None) -> dict[str, Any]:
 
       - `number`, `begin`, `end`: from 1; the start of its processes, and its last sign of life or
         its failure
-      - `world`, `clock_rank`: number of ranks; the rank whose clock counts
+      - `world`, `clock_rank`: number of ranks; the rank with the clock that counts
       - `from_version`, `to_version`: restored and last version
       - `ending`, `reason`: `closed`, `failed` or `open` (the last run, without an end so far); the
         reason of a clean end
@@ -705,7 +706,7 @@ def document(job: Account, program_goodput: float | None) -> dict[str, Any]:
 def _run(run: RunAccount) -> dict[str, Any]:
     return {
         "number": run.number,
-        "begin": run.begin,
+        "begin": run.start,
         "end": run.end,
         "world": run.world,
         "clock_rank": run.reference,
@@ -759,9 +760,9 @@ def _run_line(one: RunAccount) -> tuple[str, ...]:
     start = sum(seconds[name] for name in (*RESTART, "first_step"))
     return (
         str(one.number),
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.begin)),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.start)),
         str(one.world),
-        f"{one.end - one.begin:.1f}",
+        f"{one.end - one.start:.1f}",
         f"{start:.2f}",
         f"{one.from_version} to {one.to_version}",
         str(one.lost_steps),

@@ -39,7 +39,7 @@ class Heartbeat(Part):
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
         """Of every job."""
-        return cls(job.log, job.config.heartbeat_seconds, job.group.size, job.begin_seconds)
+        return cls(job.log, job.config.heartbeat_seconds, job.group.size, job.start_seconds)
 
     def __init__(
         self, log: EventLog, period_seconds: float, world: int, attach_seconds: float
@@ -70,8 +70,8 @@ class Heartbeat(Part):
             seconds = {"attach": time.monotonic() - self._attach}
             self._log.record("attached", seconds=seconds, facts={"job": job.history.job})
 
-    def goes_on_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
-        """The next boundary writes a record, and sums begin."""
+    def continues_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
+        """The next boundary writes a record, and sums start."""
         self._boundary = self._barrier = self._save = 0.0
         self._facts, self._version = {"from": result.version}, result.version
         self._next = 0.0 if self._log.has_file else math.inf
@@ -79,7 +79,7 @@ class Heartbeat(Part):
     def boundary_ends(self, at: Boundary) -> None:
         """Count its time; write a record if one is due."""
         now = self._passed = time.perf_counter()
-        self._boundary += now - at.begin_seconds
+        self._boundary += now - at.start_seconds
         self._version = at.id.version
         if now >= self._next:
             facts = {} if self._facts is None else {**self._facts, "run": at.run}
@@ -87,19 +87,19 @@ class Heartbeat(Part):
             self._next = now + self._period if self._log.has_file else math.inf
             self._write(facts)
 
-    def changes(self, begin_seconds: float) -> None:
+    def changes(self, start_seconds: float) -> None:
         """Count the wait that ends now."""
-        self._barrier += time.perf_counter() - begin_seconds
+        self._barrier += time.perf_counter() - start_seconds
 
     @contextlib.contextmanager
     def saving(self, trained: bool) -> Iterator[None]:
         """Count all its waits; boundaries in it are part of it."""
-        begin, stalls = time.perf_counter(), (self._boundary, self._barrier)
+        start, stalls = time.perf_counter(), (self._boundary, self._barrier)
         try:
             yield
         finally:
             self._boundary, self._barrier = stalls
-            self._save += time.perf_counter() - begin
+            self._save += time.perf_counter() - start
 
     def left(self, abandoned: bool) -> None:
         """Without `close()`: write the last state, which is newer than that of the last record."""

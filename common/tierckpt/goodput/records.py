@@ -1,7 +1,7 @@
 """Records: the event files of ranks, read as the runs of each rank.
 
 Times are Unix seconds on the rank's own clock. Within a run they follow the monotonic clock from
-the run's first record on, so that a clock that is set during the run changes no duration.
+the run's first record on, so that a clock set during the run changes no duration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTICED_SET_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Sample:
-    """A boundary: its end, its version, and the stalls since the span's begin."""
+    """A boundary: its end, its version, and the stalls since the span's start."""
 
     at: float
     version: int
@@ -29,12 +29,12 @@ class Sample:
 
 @dataclass
 class Span:
-    """Training without a restore, from `begin` and `version` on."""
+    """Training without a restore, from `start` and `version` on."""
 
-    begin: float
+    start: float
     version: int
     restore_seconds: float = 0.0
-    """Duration of the restore that ended at `begin`."""
+    """Duration of the restore that ended at `start`."""
     is_restored: bool = False
     samples: list[Sample] = field(default_factory=list)
     reached: int = 0
@@ -76,7 +76,7 @@ class RankRun:
     told_end: bool = False
     """The last record is that of a process that was not killed: it is exact."""
     closing: float | None = None
-    """Begin of `close()`, if it ended cleanly at `last`."""
+    """Start of `close()`, if it ended cleanly at `last`."""
     reason: str = ""
     """Reason of the clean end."""
     interrupted: bool = False
@@ -161,7 +161,7 @@ class _FileReader:
             run.spans[-1].end = run.last if run.closing is None else run.closing
 
     def _start(self, run: RankRun, record: Record) -> None:
-        """Begin a run, on the clock of the former ones."""
+        """Start a run, on the clock of the former ones."""
         if self.runs:
             _follow(self.runs[-1], run)
         self._anchor = run.last, float(record["monotonic_seconds"])
@@ -211,7 +211,7 @@ def _started(record: Record) -> RankRun:
 
 def _follow(before: RankRun, run: RankRun) -> None:
     """Move the times of a run to the clock of the former one, as far as that was set. A run that
-    would still begin before the end of the former one (its clock was set between them, or is that
+    would still start before the end of the former one (its clock was set between them, or is that
     of another node) follows at once."""
     moved = 0.0
     if run.host == before.host:
@@ -227,11 +227,11 @@ def _follow(before: RankRun, run: RankRun) -> None:
         run.restart = failed + moved, noticed + moved, ended + moved
 
 
-def _restored(run: RankRun, record: Record, begin: float, at: float) -> None:
-    """A restore begins another span, also if the training was under way."""
+def _restored(run: RankRun, record: Record, start: float, at: float) -> None:
+    """A restore starts another span, also if the training was under way."""
     if run.spans:
-        run.spans[-1].end = begin
-    run.spans.append(Span(at, record["version"], at - begin, True, end=at))
+        run.spans[-1].end = start
+    run.spans.append(Span(at, record["version"], at - start, True, end=at))
 
 
 def _progress(run: RankRun, record: Record, at: float) -> None:
@@ -241,17 +241,17 @@ def _progress(run: RankRun, record: Record, at: float) -> None:
     if not run.spans:
         return
     span = run.spans[-1]
-    if (begun := facts.get("from")) is not None and begun != span.version:
+    if (from_version := facts.get("from")) is not None and from_version != span.version:
         if span.samples:  # rolled back without a restore: elastic Horovod
-            span = Span(span.samples[-1].at, begun)
-            run.spans[-1].end = span.begin
+            span = Span(span.samples[-1].at, from_version)
+            run.spans[-1].end = span.start
             run.spans.append(span)
-        span.version = begun
+        span.version = from_version
     boundary = at - facts.get("since_boundary", 0.0)
-    if "from" in facts and facts.get("ended"):  # no boundary was passed since the span's begin
+    if "from" in facts and facts.get("ended"):  # no boundary was passed since the span's start
         return
     stalls = sum(record["seconds"].values())
-    last = span.samples[-1] if span.samples else Sample(span.begin, span.version, 0.0)
+    last = span.samples[-1] if span.samples else Sample(span.start, span.version, 0.0)
     span.samples.append(
         Sample(
             max(boundary, last.at),

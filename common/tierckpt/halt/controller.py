@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from tierckpt import _milestones
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config, parse_signals
 from tierckpt.core.decisions import NEVER_SECONDS, EarlyEnd, HaltRequest, HaltVote, Reason
 from tierckpt.core.parts import Boundary, Part, VoteField
@@ -49,15 +49,14 @@ Longer if `halt_seconds_left` is; a notice that comes earlier is kept until then
 GRACE_SPARE_SECONDS = 10.0
 """Time of a signal's grace period left for the processes to end."""
 STALL_SPARE_SECONDS = 5.0
-"""More of it that is left by waits for places that hang."""
+"""More of it, left by waits for hanging places."""
 
 Notice = Callable[[str, int], None]
 """Takes text and severity."""
 
 
 class HaltController(EarlyEnd, Part):
-    """One rank's part in halting. Training thread; signals are handled only if that is the main
-    thread."""
+    """One rank's part in halting. Training thread; signals are handled only on the main thread."""
 
     votes = (
         VoteField("halt", Reason.NONE),
@@ -267,7 +266,7 @@ class HaltController(EarlyEnd, Part):
         return notified_seconds + self._grace_seconds - GRACE_SPARE_SECONDS
 
     def disarm(self) -> None:
-        """The end has begun; it may take longer than an iteration."""
+        """The end has started; it may take longer than an iteration."""
         self._signals.disarm()
 
     def end(self, remove: bool) -> None:
@@ -307,7 +306,7 @@ class RequestWatcher(Watcher):
         self._where: tuple[str, ...] = ()
         self._directories = directories
         if directories:
-            self._begin("tierckpt-halt-requests", LOOK_SECONDS)
+            self._start_thread("tierckpt-halt-requests", LOOK_SECONDS)
 
     def advice(self) -> str:
         """Commands that remove the requests found; empty if there are none."""
@@ -327,7 +326,7 @@ class RequestWatcher(Watcher):
                 problems.append(f"{text} is seen")
                 continue
             except Exception as error:  # any other error would end the thread
-                why = in_words(error, FormatError)
+                why = error_text(error, FormatError)
                 problems.append(f"a halt request in {directory} is ignored: {why}")
                 continue
             if request is not None:

@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import parse_notices
 
 __all__ = ["CLOUDS", "Cloud", "Metadata", "Notice", "PreemptionWatcher", "Watcher", "service_of"]
@@ -42,7 +42,7 @@ class Watcher:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _begin(self, name: str, every_seconds: float) -> None:
+    def _start_thread(self, name: str, every_seconds: float) -> None:
         """Start the thread."""
         self._thread = threading.Thread(
             target=self._work, args=(every_seconds,), name=name, daemon=True
@@ -119,7 +119,7 @@ class Metadata:
 
 def _body(answer: http.client.HTTPResponse) -> bytes:
     """The answer's body, up to MAX_BYTES. Raises TimeoutError if it never ends: the socket's limit
-    counts anew for each part."""
+    counts again for each part."""
     deadline, read = time.monotonic() + ANSWER_SECONDS, b""
     while len(read) < MAX_BYTES and (part := answer.read1(MAX_BYTES - len(read))):
         read += part
@@ -181,7 +181,7 @@ def _azure(service: Metadata) -> Notice | None:
 
 
 def _not_before(text: str) -> float:
-    """Unix time of an event; empty: it has begun."""
+    """Unix time of an event; empty: it has started."""
     return email.utils.parsedate_to_datetime(text).timestamp() if text else time.time()
 
 
@@ -249,7 +249,7 @@ class PreemptionWatcher(Watcher):
         self._failures = 0
         if found := service_of(setting, environment):
             self._name, self._cloud, self._service = found
-            self._begin("tierckpt-preemption", self._cloud.every_seconds)
+            self._start_thread("tierckpt-preemption", self._cloud.every_seconds)
 
     def _look(self) -> None:
         try:
@@ -259,7 +259,7 @@ class PreemptionWatcher(Watcher):
             if self._failures >= FAILURES:
                 self.problem = (
                     f"{self._service.endpoint} gives no answer that a metadata service of "
-                    f"{self._name} gives ({in_words(error)}), so an announced end "
+                    f"{self._name} gives ({error_text(error)}), so an announced end "
                     "of this machine may be missed. It is asked again all the time. If this "
                     "machine is not there, set halt_notices to nothing"
                 )

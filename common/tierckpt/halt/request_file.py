@@ -2,7 +2,7 @@
 
 The conditions are those of SCR (Scalable Checkpoint/Restart, Moody et al., SC 2010): after a
 version, before a time, when a given time of the allocation is left, at once. The request stays
-until it is cleared: a job that is restarted with the request in place ends again, and reports why.
+until it is cleared: a job restarted with the request in place ends again, and reports why.
 """
 
 from __future__ import annotations

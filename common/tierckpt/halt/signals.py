@@ -14,7 +14,7 @@ handler is called, too. The process ends at once, as it would without Tierckpt, 
   the ranks have agreed to end.
 
 *Workers of a DataLoader.* torchrun sends SIGTERM to the whole process group of a rank, and Slurm
-signals every process of a step. A signal that is handled in a trainer therefore reaches the
+signals every process of a step. A signal handled in a trainer therefore reaches the
 workers of its DataLoader, too. They would die, torch would raise that in the middle of the
 training loop, and the last checkpoint would never be taken. The trainer ends the job, and its
 workers with it. So a worker ignores a signal unless
@@ -139,7 +139,7 @@ class Signals:
         grace_seconds: float = math.inf,
     ) -> None:
         """`patience_seconds`: a process that received SIGTERM may be without a boundary for this
-        time, or for twice its longest iteration if that is more. `grace_seconds`: time from a
+        time, or for twice its longest iteration if longer. `grace_seconds`: time from a
         signal until its sender ends the process."""
         self.received: signal.Signals | None = None
         """The first signal that arrived."""
@@ -184,7 +184,7 @@ class Signals:
         self._boundary_seconds = now
 
     def disarm(self) -> None:
-        """Stop the deadline: the end has begun, and no further boundary is expected."""
+        """Stop the deadline: the end has started, and no further boundary is expected."""
         self._disarmed = True
 
     def close(self) -> None:

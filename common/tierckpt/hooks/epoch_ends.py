@@ -1,4 +1,4 @@
-"""Epoch ends: the position in the data of a version that is taken between two boundaries.
+"""Epoch ends: the position in the data of a version taken between two boundaries.
 
 A loader or sampler knows which batches the loop took. It does not see the work of the loop after an
 epoch's last batch (a scheduler's step, an evaluation). A version of a boundary comes before that
@@ -65,7 +65,7 @@ class EpochEnds(Part):
                 place.met_boundary()
 
     def stepped(self) -> None:
-        """Record an optimizer step whose boundary comes later, in a forward pass."""
+        """Record an optimizer step with its boundary later, in a forward pass."""
         for place in self._places():
             if isinstance(place, LoaderPlace):
                 place.stepped()

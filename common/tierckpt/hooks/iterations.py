@@ -64,7 +64,7 @@ accumulates gradients for that long."""
 
 NO_STEPS = (
     f"no checkpoint is taken: step() was called {STEPLESS_CALLS} times, and the optimizer given to "
-    "the checkpointer made no step. Give the optimizer whose step() the loop calls: the result of "
+    "the checkpointer made no step. Give the optimizer that the loop steps: the result of "
     "DistributedOptimizer(), not its argument; the result of Accelerate's prepare(), or the "
     "optimizer inside it. A step replayed from a CUDA graph cannot be seen either"
 )
@@ -142,7 +142,7 @@ class Iterations:
             keep_streams: a step was made and the next forward pass is its boundary: the next batch
                 is drawn before that.
             say: reports problems of the loop, each text once.
-            step_class: the class whose `step` changes an optimizer's parameters.
+            step_class: the class with the `step` that changes an optimizer's parameters.
             no_calls: the error after STEPS_UNTIL_CALL steps without a call of `step()`.
         """
         self.explicit = mode == "explicit"
@@ -174,10 +174,10 @@ class Iterations:
     def watch(
         self, model: torch.nn.Module, steppers: Mapping[str, Iterable[torch.optim.Optimizer]]
     ) -> None:
-        """Register the hooks. In addition the caller must call `begins` before all steps.
+        """Register the hooks. In addition the caller must call `step_starts` before all steps.
 
-        `steppers` has for each label the optimizers whose steps count for it; one of them may step
-        within another's step. The model gets a hook only if forward passes are boundaries:
+        `steppers` has for each label the optimizers with steps that count for it; one of them may
+        step within another's step. The model gets a hook only if forward passes are boundaries:
         `torch.compile` and `torch.jit.script` treat a module with a hook differently.
         """
         for label, optimizers in steppers.items():
@@ -228,7 +228,7 @@ class Iterations:
             self._say_once(NO_STEPS, logging.ERROR)
         return True
 
-    def go_on_from(self, restored: Restored) -> None:
+    def continue_from(self, restored: Restored) -> None:
         """The state of a version was loaded. Warns if its number has another unit than this
         run's."""
         self.pass_boundary()
@@ -242,12 +242,12 @@ class Iterations:
         """Whether this optimizer is watched."""
         return id(optimizer) in self._labels
 
-    def begins(
+    def step_starts(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """A step of a watched optimizer starts; return other arguments for it, or None.
 
-        Must be called before every other hook: a user's hook may change state that is being copied.
+        Must be called before every other hook: a user's hook may change state during its copy.
         """
         if self.repeating:
             return None
@@ -333,7 +333,7 @@ class Accumulation:
     gradient alive.
 
     A backward pass makes a gradient, or adds to one, and then the gradient's version counter grows.
-    So a gradient that is the same as after the optimizer's step was used by it. Those that another
+    So a gradient unchanged since the optimizer's step was used by it. Those that another
     optimizer's backward pass has left in the same iteration are no accumulation: a GAN's generator
     is trained through the discriminator, which drops them.
     """
@@ -442,6 +442,6 @@ class Hooks:
         for called in self._parts.optimizer_called:
             called()
         if self._iterations.watches(optimizer):
-            return self._iterations.begins(optimizer, args, kwargs)
-        self._unregistered.begins(optimizer)
+            return self._iterations.step_starts(optimizer, args, kwargs)
+        self._unregistered.step_starts(optimizer)
         return None

@@ -1,6 +1,6 @@
 """Optimizer steps: what is called before any change of weights by any optimizer of this process.
 
-*The step hook.* State that is being copied must not change before the barrier. A user's hook may
+*The step hook.* State under copy must not change before the barrier. A user's hook may
 change it (its own weight decay, through `.data`), and torch calls hooks in order of registration,
 the global ones first. So `GlobalStepHook` is a global one, and is moved to the front.
 
@@ -75,8 +75,8 @@ CALL_IT_FIRST = frozenset(
         *(("rprop", "Rprop"), ("sgd", "SGD"), ("sparse_adam", "SparseAdam")),
     )
 )
-"""Steps whose source was read; a test checks them, too. AdamW uses Adam's step since torch 2.7; an
-older AdamW, like any step that is not listed, has the barrier before it."""
+"""Steps with a source that was read; a test checks them, too. AdamW uses Adam's step since torch
+2.7; an older AdamW, like any unlisted step, has the barrier before it."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -198,7 +198,7 @@ def _put_first(handle: Any) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-# Horovod's methods wait for reductions, and copying goes on meanwhile; its step has torch's hooks.
+# Horovod's methods wait for reductions, and copies continue; its step has torch's hooks.
 NOT_THEIRS = ("torch.", "horovod.", "tierckpt", "abc", "builtins", "typing")
 
 
@@ -208,7 +208,7 @@ class CustomMethods:
     def __init__(
         self, optimizers: Iterable[Any], hollow: Iterable[Any], barrier: Callable[[], None]
     ) -> None:
-        """`barrier`, a method whose object is not kept alive, returns when weights may change. The
+        """`barrier`, a method of an object not kept alive, returns when weights may change. The
         steps of the `hollow` optimizers wait, too."""
         weak, process = weakref.WeakMethod(barrier), os.getpid()
 
@@ -256,7 +256,7 @@ class Waiting:
         self.before = before
         self._owner = weakref.ref(owner)
         if before is not None:
-            self._function = _of_nobody(before)
+            self._function = _ignoring_first(before)
         else:
             self._function = function
         self.__doc__, self.__name__ = function.__doc__, function.__name__
@@ -284,8 +284,8 @@ class Waiting:
         return getattr, (self._owner(), self.__name__)
 
 
-def _of_nobody(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an additional first argument that is ignored."""
+def _ignoring_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an additional first argument, ignored."""
 
     def called(_owner: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -384,9 +384,9 @@ class IdleOptimizers:
         own = {id(param) for param in self._params_of(label)}
         return next((o for o in others if not own.isdisjoint(_members(o))), None)
 
-    def _watch_values(self, somebody_stepped: bool) -> None:
+    def _watch_values(self, stepped: bool) -> None:
         """Watch for steps without torch's hooks: most of them still change version counters."""
-        if somebody_stepped:
+        if stepped:
             self._changed, self._counters = 0, None
             return
         before, params = self._counters, list(self._state.model.parameters())
@@ -404,7 +404,7 @@ class IdleOptimizers:
                 f"changed ({names}), but the given optimizers ({ours}) made no step. The "
                 "checkpointer sees only calls of step() of a torch.optim.Optimizer. If weights are "
                 "changed in another way (during the backward pass, as LOMO does), train with an "
-                "optimizer whose step() the loop calls",
+                "optimizer that the loop steps",
                 logging.ERROR,
             )
 
@@ -420,7 +420,7 @@ class IdleOptimizers:
         self._say(
             f"optimizer {label!r}, a {own}, made no step {when}, and a {name} that the "
             f"checkpointer was not given steps its parameters ({names}): {lost}. Give the "
-            f"optimizer whose step() the loop calls: {line} with that {name}",
+            f"optimizer that the loop steps: {line} with that {name}",
             logging.ERROR,
         )
 
@@ -450,7 +450,7 @@ class UnregisteredOptimizers:
         unregistered."""
         self._reported: set[str] = set()
 
-    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def step_starts(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of an optimizer that was not given starts."""
         # Both may grow: a group is added, a layer is added to the model.
         sizes = [len(group["params"]) for group in getattr(optimizer, "param_groups", ())]

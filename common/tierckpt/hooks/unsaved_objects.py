@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.core.parts import Part
 from tierckpt.state.extras import PlainValues, first_values
 from tierckpt.state.optimizers import optimizers_inside
@@ -241,7 +241,7 @@ class Found:
     """Objects of frameworks that run a training, now or earlier."""
 
     def with_persistent_workers(self) -> list[Any]:
-        """Loaders with workers that go on from epoch to epoch."""
+        """Loaders with workers that stay from epoch to epoch."""
         every = (*self.loaders, *self.plain_loaders)
         return [each for each in every if getattr(each, "persistent_workers", False)]
 
@@ -352,8 +352,8 @@ def averages_any(averages: Any, model: torch.nn.Module) -> bool:
 
 
 def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules outside the model with its class and shapes, whose parameters no optimizer steps:
-    averages that a loop makes by itself, targets, references."""
+    """Modules outside the model with its class and shapes, without an optimizer: averages that a
+    loop makes by itself, targets, references."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     mine, shapes = {id(each) for each in model.modules()}, _shapes(inner)
     every = gc.get_objects()
@@ -386,8 +386,8 @@ def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
     under_way = [
         each
         for each in loaders
-        if (begun := getattr(each, "_iterator", None)) is not None
-        and not getattr(begun, "_finished", True)
+        if (iterator := getattr(each, "_iterator", None)) is not None
+        and not getattr(iterator, "_finished", True)
     ]
     if under_way:
         yield max(under_way, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
@@ -491,7 +491,7 @@ class Unsaved(Part):
                 self._compare_copies()
         except Exception as error:  # the search reads other libraries' objects
             self._looks = MAX_LOOKS
-            text = f"the search for unsaved objects failed: {in_words(error)}"
+            text = f"the search for unsaved objects failed: {error_text(error)}"
             self._say(text, logging.INFO)
 
     def _is_due(self) -> bool:
@@ -600,7 +600,7 @@ class Unsaved(Part):
         return reached([each for each in trainers if id(each) not in mine], objects) - ours
 
     def _ours(self) -> Iterator[Any]:
-        """Optimizers whose steps change the model."""
+        """Optimizers that change the model."""
         for each in (*self._state.given.values(), *self._unregistered()):
             yield each
             yield from (inner for _, inner in optimizers_inside(each))
@@ -680,14 +680,14 @@ OF_LOADER = (
 )
 
 PERSISTENT = (
-    "has persistent_workers=True: random numbers that samples draw in its workers go on from epoch "
-    "to epoch, and it draws from torch's generator only at its first pass in a process. Both are "
-    "in no checkpoint, so a resumed run draws other random numbers in later epochs. For an exact "
-    "restart set persistent_workers=False, also for the loader of an evaluation."
+    "has persistent_workers=True: random numbers that samples draw in its workers continue from "
+    "epoch to epoch, and it draws from torch's generator only at its first pass in a process. Both "
+    "are in no checkpoint, so a resumed run draws other random numbers in later epochs. For an "
+    "exact restart set persistent_workers=False, also for the loader of an evaluation."
 )
 SEEDS = (
     "was given itself: it stores its place in the data, and not the random numbers. In a resumed "
-    "run it draws seeds again when it goes on in the middle of a pass, so dropout, random "
+    "run it draws seeds again when it continues in the middle of a pass, so dropout, random "
     "transforms or later shuffles differ. For an exact restart wrap it: data = "
     "tierckpt.ResumableLoader(loader), loop over data, and give extra_per_rank={'data': data}."
 )

@@ -62,7 +62,7 @@ class ForeignState:
     """The state in another tool's checkpoint, or for one. Tensors may be views of mapped files."""
 
     kind: str
-    """The format, in words."""
+    """The format, as text."""
     model: dict[str, Any] = field(default_factory=dict)
     """As `state_dict()` has it, without wrappers' name parts."""
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -77,14 +77,14 @@ class ForeignState:
     prefix: str = ""
     """Of names in the model, dropped by `strip`; optimizers' names still have it."""
     not_taken: list[str] = field(default_factory=list)
-    """Parts that were not understood, and parts that no version has, in words."""
+    """Parts that were not understood, and parts that no version has, as text."""
 
     def strip(self, prefix: str) -> None:
         """Drop the prefix of names in the model, and parts of the model without it. Raises
         ConfigError if no name has it."""
         if not any(name.startswith(prefix) for name in self.model):
             first = next(iter(self.model), "")
-            raise ConfigError(f"no name in the model begins with {prefix!r}; the first is {first}")
+            raise ConfigError(f"no name in the model starts with {prefix!r}; the first is {first}")
         self.prefix = prefix
         other = [name for name in self.model if not name.startswith(prefix)]
         self.not_taken += [f"{name} (without the prefix)" for name in other]
@@ -268,7 +268,7 @@ def schedulers_in(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_wrappers(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without the name parts of wrappers. `module` counts as one only if all names begin with
+    """Names without the name parts of wrappers. `module` counts as one only if all names start with
     it: it may be a module of the user's own elsewhere."""
     names = {name: name for name in model}
     while names and all(_head(name) in WRAPPERS for name in names.values()):

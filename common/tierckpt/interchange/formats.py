@@ -36,7 +36,7 @@ class Options:
     """Options of a reader or a writer; a format ignores those that it does not have."""
 
     model_key: str | None = None
-    """The part of a script's file that is the model."""
+    """The model's part of a script's file."""
     max_shard_bytes: int | None = None
     """Limit of one file of weights; None: the format's own."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.errors import ConfigError
 from tierckpt.offline.stored_version import Saved
 from tierckpt.proof import WALL_CLOCK
@@ -88,7 +88,7 @@ def _files_of(path: Path) -> list[Path]:
         table = json.loads(path.read_text())["weight_map"]
         return [path.parent / name for name in sorted({*table.values()})]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no index of safetensors: {in_words(error)}") from error
+        raise ConfigError(f"{path} is no index of safetensors: {error_text(error)}") from error
 
 
 def _read_one(file: Path) -> tuple[set[str], dict[str, torch.Tensor], dict[str, str]]:
@@ -136,7 +136,7 @@ def _of_tied(tied: Mapping[str, str]) -> list[str]:
 
 
 def plain_model(model: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, a tied one once, and its other names. Raises ConfigError for a value that is no
+    """The tensors, a tied one once, and its other names. Raises ConfigError for a value but no
     tensor."""
     tensors, first, tied = dict[str, torch.Tensor](), dict[int, str](), dict[str, str]()
     for name, tensor in model.items():
@@ -268,7 +268,7 @@ def read_transformers(path: Path) -> ForeignState:
             found.values |= {"epoch": numbers["epoch"]} if "epoch" in numbers else {}
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path / TRAINER_STATE} cannot be read: {in_words(error)}"
+                f"{path / TRAINER_STATE} cannot be read: {error_text(error)}"
             ) from error
         found.not_taken.append(f"{TRAINER_STATE}: log history and best metric")
     taken = {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, *FILES_OF_SCRIPT}
@@ -279,7 +279,7 @@ def read_transformers(path: Path) -> ForeignState:
 
 
 def write_transformers(saved: Saved, out: Path, max_shard_bytes: int | None) -> list[str]:
-    """Write a folder for `Trainer.train(resume_from_checkpoint=...)`, whose weights
+    """Write a folder for `Trainer.train(resume_from_checkpoint=...)`, with weights that
     `from_pretrained` reads if it gets a config.
 
     Raises ConfigError for several optimizers, or a model with values that are no tensors.

@@ -297,10 +297,10 @@ class VersionImage:
             yield self._block(block)
         room = bytearray(self._data_bytes - self._layout.nbytes)
         room[: len(self._tree)] = self._tree
-        begin = 0
+        start = 0
         for count in rank_state_blocks(len(room)):
-            yield memoryview(room)[begin : begin + count]
-            begin += count
+            yield memoryview(room)[start : start + count]
+            start += count
 
     def _block(self, block: Block) -> memoryview:
         if len(block.parts) == 1:

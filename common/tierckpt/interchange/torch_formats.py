@@ -87,7 +87,7 @@ class Dtype:
 
 
 class UnreadScalar(Unread):
-    """Stands for a scalar that is no number."""
+    """Stands for a scalar, no number."""
 
     name = "numpy.generic"
 
@@ -112,7 +112,7 @@ BY_NAME: dict[str, Any] = {
 
 
 MAX_CLASSES = 100
-"""Limit of classes in a file whose errors name them one at a time."""
+"""Limit of classes in a file with errors that name them one at a time."""
 _NAMED = re.compile(r"Unsupported global: GLOBAL (\S+)")
 _BLOCKED = re.compile(r"GLOBAL (\S+) whose module")
 _ADVICE = re.compile(r"\. In PyTorch 2\.6.*?(?=WeightsUnpickler error|$)", re.DOTALL)
@@ -124,8 +124,8 @@ def is_torch_file(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        begin = file.read(16)
-    return begin.startswith(b"PK\x03\x04") or b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in begin
+        head = file.read(16)
+    return head.startswith(b"PK\x03\x04") or b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19" in head
 
 
 def load(path: Path) -> Any:
@@ -301,7 +301,7 @@ def _is_nothing(value: Any) -> bool:
 
 def write_lightning(saved: Saved, out: Path) -> list[str]:
     """Write a file for `Trainer.fit(ckpt_path=...)`. A version of `tierckpt.lightning` has the
-    Trainer's loops; another one gets loops at the begin of an epoch, and the number of steps."""
+    Trainer's loops; another one gets loops at the start of an epoch, and the number of steps."""
     state = saved.extra_per_rank.get(STATE)
     own = state if isinstance(state, Mapping) else {}
     remarks = []
@@ -312,7 +312,7 @@ def write_lightning(saved: Saved, out: Path) -> list[str]:
         loops = _first_loops(saved.version)
         schedulers = [*schedulers_in(saved.extra).values()]
         remarks.append(
-            "no state of a Trainer is in the version: Lightning begins an epoch, at global_step "
+            "no state of a Trainer is in the version: Lightning starts an epoch, at global_step "
             f"{saved.version}"
         )
     epoch = loops["epoch_progress"]["current"]["completed"]

@@ -3,13 +3,13 @@
 This rank keeps a copy of the journal of one rank on another node, its ward. After the reduction
 all ranks have the same gradients, so this rank has its ward's stripe of them, too. The ward sends
 its small state, and this rank's goes to the rank that keeps its copy. Ranks that protect each
-other at the peer level make a ring: the next one is the keeper. A copy that cannot go on stops
+other at the peer level make a ring: the next one is the keeper. A copy that cannot continue stops
 until the next version on local, and nothing else does.
 
 The small state is a message a record: a last frame, as it will be in the file. One connection,
 with the frames and the handshake of the agents (`peer.wire`); the sender makes it at the first
-record after a version. Callers are admitted side by side, each on a thread of its own: a stranger
-that connects and says nothing must not keep the ward waiting.
+record after a version. Callers are admitted side by side, each on a thread of its own: another
+program that connects and says nothing must not keep the ward waiting.
 
 Partner copies on another node are those of SCR (Moody et al., 2010); here only what cannot be
 computed on the other node travels there.
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config
 from tierckpt.coordination.peers import Groups, PeerSetup
 from tierckpt.coordination.versions import Reports
@@ -81,7 +81,7 @@ class WardListener:
         self._callers: dict[threading.Thread, Link] = {}
         """Callers that are being admitted."""
         self._newest: Link | None = None
-        """The ward's newest connection, if nobody has taken it yet."""
+        """The ward's newest connection, if not taken yet."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierckpt-ward", daemon=True)
         self._thread.start()
@@ -157,7 +157,7 @@ class WardListener:
             self._callers.pop(thread, None)
 
     def _offer(self, link: Link | None) -> None:
-        """Put this connection in the place of one that nobody has taken."""
+        """Put this connection in the place of one not taken."""
         with self._changed:
             if self._closed and link is not None:
                 link.close()
@@ -187,7 +187,7 @@ class SmallStateSender:
     """Owns a thread. Any thread may call any method."""
 
     def __init__(self, rank: int, on_failed: Callable[[Keeper, Exception], None]) -> None:
-        """`on_failed` is called on the thread; nothing more is sent until the next file begins."""
+        """`on_failed` is called on the thread; nothing more is sent until the next file starts."""
         self._rank, self._on_failed = rank, on_failed
         self._queue: queue.SimpleQueue[tuple[Keeper, SegmentName, Draft | str] | None]
         self._queue = queue.SimpleQueue()
@@ -198,14 +198,14 @@ class SmallStateSender:
         """The file of which a record could not be sent."""
         self._full: SegmentName | None = None
         """The file of which too many records waited to be sent."""
-        self._begun: SegmentName | None = None
+        self._current: SegmentName | None = None
         """The file of the last record sent."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierckpt-small-state", daemon=True)
         self._thread.start()
 
     def send(self, keeper: Keeper, draft: Draft) -> None:
-        """Send the small state of a record, which nobody changes any more; or stop, if too many
+        """Send the small state of a record, which must not change any more; or stop, if too many
         wait."""
         with self._lock:
             if draft.segment == self._full:
@@ -247,13 +247,13 @@ class SmallStateSender:
 
     def _deliver(self, keeper: Keeper, segment: SegmentName, what: Draft | str) -> None:
         if isinstance(what, str):
-            if self._link is not None and segment == self._begun:
+            if self._link is not None and segment == self._current:
                 head = {"op": "stopped", "why": what[:MAX_TEXT], "writer": segment.writer}
                 self._link.send({**head, "base": segment.base.id})
             return
-        if segment != self._begun and not (self._link is not None and self._link.idle()):
+        if segment != self._current and not (self._link is not None and self._link.idle()):
             self._connect(keeper)
-        self._begun = segment
+        self._current = segment
         if self._link is None:
             raise PeerError(f"{keeper.address}: the connection broke")
         frame = b"".join(last_frame(what))
@@ -296,7 +296,7 @@ class SmallStateReceiver:
         self._link: Link | None = None
         self._held: _Message | None = None
         """A message that came in place of another one."""
-        self._begun: SegmentName | None = None
+        self._current: SegmentName | None = None
         self._silent = self._closed = False
 
     def take(self, draft: Draft) -> FrameBytes:
@@ -309,8 +309,8 @@ class SmallStateReceiver:
             self._silent = time.monotonic() >= deadline
 
     def _take(self, draft: Draft, deadline: float) -> FrameBytes:
-        again = draft.segment != self._begun
-        self._begun = draft.segment
+        again = draft.segment != self._current
+        self._current = draft.segment
         while True:
             message, self._held = self._held or self._next(deadline, again), None
             head = message.head
@@ -346,7 +346,7 @@ class SmallStateReceiver:
             link = self._link or self._connected(deadline)
             try:
                 head = link.receive(max(deadline - time.monotonic(), 0.0))
-                frame = memoryview(mmap.mmap(-1, max(head.get("nbytes", 0), 1)))  # begins a page
+                frame = memoryview(mmap.mmap(-1, max(head.get("nbytes", 0), 1)))  # starts a page
                 frame = frame[: head.get("nbytes", 0)]
                 link.receive_into(frame)
             except PeerError:
@@ -376,7 +376,7 @@ class SmallStateReceiver:
 
 STOPPED = (
     "the copy of rank {ward}'s journal ends at v{last}: {why}. If that rank's node is lost, so are "
-    "later steps, until the next version is on local; then the copy begins again"
+    "later steps, until the next version is on local; then the copy starts again"
 )
 BEHIND = (
     "{folder} does not keep up with the journal and the copy, or rank {ward} sends its small state "
@@ -390,8 +390,8 @@ UNSENT = "rank {keeper} at {address} does not receive what the copy of the journ
 
 
 def neighbours(groups: Groups, rank: int) -> tuple[int, int] | None:
-    """Return the rank that keeps the copy of this rank's journal, and the rank whose copy this rank
-    keeps; None without redundancy groups. Pure."""
+    """Return the rank that keeps the copy of this rank's journal, and the rank with its copy on
+    this rank; None without redundancy groups. Pure."""
     for ranks in (group.ranks for group in groups if rank in group.ranks):
         place = ranks.index(rank)
         return ranks[(place + 1) % len(ranks)], ranks[place - 1]
@@ -420,7 +420,7 @@ class JournalCopies:
         self._last = VersionId(0, 0)
         """The last record, or the version before the first one."""
         self._own: SegmentName | None = None
-        """The file whose small states this rank sends; None while it sends none."""
+        """The file of the small states that this rank sends; None while it sends none."""
         self._steps: list[Image] = []
         self._gradients: dict[str, GradientImages] = {}
         self._writer: JournalWriter | None = None
@@ -446,14 +446,14 @@ class JournalCopies:
 
     # --- the run --------------------------------------------------------------------------------
 
-    def begin(self, own: SegmentName, anew: bool) -> None:
-        """Begin a new file, as this rank's journal does with the file `own`. `anew`: the run is
+    def start_file(self, own: SegmentName, new_run: bool) -> None:
+        """Start a new file, as this rank's journal does with the file `own`. `new_run`: the run is
         another one than before, and files of a run of its number do not count."""
         if self._writer is None:
             return
         self._segment = self._own = None
         self._steps = []
-        if anew:
+        if new_run:
             writer = own.writer
             self._writer.remove(lambda n: n.keeper == self._rank and n.writer >= writer)
         if not self._peers.ready:
@@ -476,7 +476,7 @@ class JournalCopies:
 
     def close(self, remove: bool = False) -> None:
         """End all threads. They wait AGAIN_SECONDS for the other nodes, which may have vanished;
-        with `remove` not at all, as nobody needs the copies."""
+        with `remove` they do not wait, as the copies are useless."""
         if self._writer is None:
             return
         self._closing = True
@@ -510,8 +510,8 @@ class JournalCopies:
             self._give_up(error)
 
     def record(self, draft: Draft) -> Keeper | None:
-        """Write the copy of the ward's record at the boundary of this rank's `draft`. Returns where
-        the small state of that is to be sent."""
+        """Write the copy of the ward's record at the boundary of this rank's `draft`. Returns the
+        target of its small state."""
         self._record(draft)
         return self._where() if draft.segment == self._own else None
 
@@ -541,7 +541,7 @@ class JournalCopies:
         if segment is not None and self._writer is not None:
             # After the records that wait: if one of them fails, the copy ends before it.
             self._writer.after_all(
-                partial(self._end, segment, self._last, in_words(error, TierckptError))
+                partial(self._end, segment, self._last, error_text(error, TierckptError))
             )
 
     def _end(self, segment: SegmentName, last: VersionId, why: str) -> None:

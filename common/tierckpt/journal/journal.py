@@ -38,7 +38,7 @@ class Journal(Part):
         self._owner = FileOwner(group.rank, group.size, node)
         self._left = bool(names_in(self.folder))
         """An earlier run may have left files."""
-        if not (self._left or self.begins_with):
+        if not (self._left or self.starts_with):
             self.sleep("decided")
         self._complete: deque[VersionId] = deque(maxlen=config.local.keep_last)
         """The newest versions that became complete on all local disks in this run."""
@@ -67,10 +67,10 @@ class Journal(Part):
         thread.start()
         return thread
 
-    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
+    def unused_after(self, base: VersionId, rollback: tuple[int, int], strict: bool) -> str:
         """Describe a journal on this node that leads on from the version `base`, if this restart
         (`strict` or not) makes none of its steps again; empty without one. Never raises."""
-        return unused_journal(self._config.directory, base, began, self.unused, self._group.size)
+        return unused_journal(self._config.directory, base, rollback, self.unused, self._group.size)
 
     def end(self, remove: bool) -> None:
         """Remove the files, where the last version is durable."""

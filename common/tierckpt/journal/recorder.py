@@ -1,7 +1,7 @@
 """Recorder: one rank's journal during the training.
 
 Every record follows a version or another record. After a record that could not be made the journal
-stops, and it begins again at the next version that goes to local.
+stops, and it starts again at the next version on local.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tierckpt._text import in_words, size_text
+from tierckpt._text import error_text, size_text
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.core.parts import Boundary
@@ -57,14 +57,14 @@ __all__ = ["JournalRecorder"]
 
 STOPPED = (
     "the journal ends at v{last}: {why}. Later steps are not on disk until the next version is; "
-    "then the journal begins again"
+    "then the journal starts again"
 )
 BEHIND = (
     "{folder} does not keep up with {size} a step and rank. Use a faster disk, leave out "
     'local_journal_steps, or set when_busy="wait", and the training waits for the disk'
 )
 MAX_STEPS = 64
-"""Limit of optimizer steps in one iteration, whose gradients are all in memory."""
+"""Limit of optimizer steps in one iteration, with all gradients in memory."""
 MAX_BYTES, MAX_COPIES = 2 * 1024**3, 4
 """The larger one limits their memory: so many bytes, or the rank's stripe of all parameters so many
 times."""
@@ -83,7 +83,7 @@ class JournalRecorder(Journal):
     """Training thread; a thread of its own writes. The methods without a description are those of
     `Part`."""
 
-    begins_with: frozenset[Level] = frozenset((MEMORY, LOCAL))
+    starts_with: frozenset[Level] = frozenset((MEMORY, LOCAL))
     unused = NOT_STRICT
 
     def __init__(self, job: TrainingJob) -> None:
@@ -96,9 +96,9 @@ class JournalRecorder(Journal):
         self._copies = JournalCopies(config, group.rank, group.size, peers, self.folder, reports)
         alone = not self._copies.on
         self._writer = JournalWriter(self.folder, self._failed, reuses_small=alone)
-        self._begun: VersionId | None = None
-        """Where the journal began first since the last `pause`, alike on all ranks; None if it did
-        not yet."""
+        self._first: VersionId | None = None
+        """Where the journal started first since the last `pause`, alike on all ranks; None if it
+        did not yet."""
         self._place: VersionId | None = None
         """The version or record that the next record follows; None while the journal is stopped."""
         self._segment: SegmentName | None = None
@@ -118,38 +118,38 @@ class JournalRecorder(Journal):
 
     def pause(self) -> None:
         self.drain(CLOSE_SECONDS)
-        self._begun = None
+        self._first = None
         self._stop("other state is loaded")
 
     def _stop(self, why: str) -> None:
         self._place, self._steps = None, []
         self._copies.stop(why)
 
-    def goes_on_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
+    def continues_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
         if base is not None:
             self._steps = []
             self._follow(base, generation)
 
     def _follow(self, id_: VersionId, writer: int) -> None:
-        anew = self._segment is None or self._segment.writer != writer
-        self._place, self._begun = id_, self._begun or id_
+        new_run = self._segment is None or self._segment.writer != writer
+        self._place, self._first = id_, self._first or id_
         self._trained, self._seen = self._trained_now(), None
         key = ShardKey(id_, self._group.rank, self._group.size)
         self._segment = SegmentName(key, writer)
-        if anew:
+        if new_run:
             # A run of that number has left its journal, and no version: it counts no more.
             wrote = self._owner.wrote
             self._writer.remove(lambda n: wrote(n) and n.keeper == ITSELF and n.writer >= writer)
-        self._copies.begin(self._segment, anew)
+        self._copies.start_file(self._segment, new_run)
 
     def _trained_now(self) -> list[bool]:
         return [*map(requires_grad, self._state.walk().params)]
 
     def drain(self, timeout_seconds: float) -> bool:
         self.settle()
-        begin = time.monotonic()
+        start = time.monotonic()
         done = self._writer.drain(timeout_seconds)
-        return self._copies.drain(begin + timeout_seconds - time.monotonic()) and done
+        return self._copies.drain(start + timeout_seconds - time.monotonic()) and done
 
     def end(self, remove: bool) -> None:
         self._copies.close(remove)
@@ -160,21 +160,21 @@ class JournalRecorder(Journal):
     def records_after(
         self,
         base: VersionId,
-        began: tuple[int, int],
+        rollback: tuple[int, int],
         barrier: ErrorBarrier,
         step_class: StepClass,
         most: int | None,
     ) -> Replay | None:
         """Arguments as for `Replay`."""
         where = self._config.directory, self._owner.node, self._state, barrier, self._reports
-        replay = Replay(*where, base, began, step_class, most)
+        replay = Replay(*where, base, rollback, step_class, most)
         if len(replay):
             return replay
         replay.close()
         return None
 
-    def unused_after(self, base: VersionId, began: tuple[int, int], strict: bool) -> str:
-        return "" if strict else super().unused_after(base, began, strict)
+    def unused_after(self, base: VersionId, rollback: tuple[int, int], strict: bool) -> str:
+        return "" if strict else super().unused_after(base, rollback, strict)
 
     # --- a step and a boundary ------------------------------------------------------------------
 
@@ -208,13 +208,13 @@ class JournalRecorder(Journal):
                     self._record(facts, adapter())
             except Exception as error:
                 self._give_up(error)
-        elif self._begun is not None and not problem:
+        elif self._first is not None and not problem:
             self._keep_in_step(adapter)
         self._steps = []
         if LOCAL in at.levels and sound:
             self._follow(id_, id_.generation)
             if self._copies.on:
-                safe = rebuildable(safe, protected or self._begun, self._most_steps)
+                safe = rebuildable(safe, protected or self._first, self._most_steps)
             self._writer.retire(self._owner.tidies, safe, self._config.local.keep_last)
 
     def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
@@ -277,7 +277,7 @@ class JournalRecorder(Journal):
     def _problem(self, id_: VersionId, safe: VersionId | None) -> str:
         """Why there is no record, alike on all ranks: versions do not become complete, so that no
         file is removed. Empty if there is one."""
-        last = safe or self._begun
+        last = safe or self._first
         if last is None or id_.version - last.version <= self._most_steps:
             return ""
         return STUCK.format(safe=last.version)
@@ -292,7 +292,7 @@ class JournalRecorder(Journal):
 
     def _give_up(self, error: BaseException) -> None:
         """Stop until the next version on local. Any error: the journal never ends a training."""
-        last, why = self._place, in_words(error, UnjournaledError)
+        last, why = self._place, error_text(error, UnjournaledError)
         self._stop(why)
         if last is not None:
             text = STOPPED.format(last=last.version, why=why)

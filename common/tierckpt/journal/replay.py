@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.coordination.error_barrier import ErrorBarrier, by_rank
 from tierckpt.coordination.versions import Reports
 from tierckpt.format.ids import VersionId
@@ -57,7 +57,7 @@ __all__ = ["JournalSearch", "Replay"]
 
 SHORTER = (
     "rank {rank} has the journal only up to v{last}, and others have {more} more record(s): the "
-    "job goes on from v{last}"
+    "job continues from v{last}"
 )
 ELSEWHERE = "the journal of rank {ranks} comes from a copy on another rank's node"
 Held = tuple[int, RecordKey]
@@ -75,11 +75,11 @@ class JournalSearch:
         barrier: ErrorBarrier,
         reports: Reports,
         base: VersionId,
-        began: tuple[int, int],
+        rollback: tuple[int, int],
         most: int | None,
     ) -> None:
-        """Read and verify the journals on this rank's `node`. `began`: see `chain_from`; `most`:
-        limit of the records, in a try after the first one, which has reported all problems.
+        """Read and verify the journals on this rank's `node`. `rollback`: see `chain_from`;
+        `most`: limit of the records, in a try after the first one, which has reported all problems.
         Collective."""
         self._barrier, self._reports, self._base = barrier, reports, base
         self._shards = range(barrier.size)
@@ -92,12 +92,12 @@ class JournalSearch:
         self._links = [{(s, link.key): link for s, link in theirs} for theirs in gathered]
         """By rank."""
         self._holders = self._holders_of()
-        whole = chain_from(base, self._keys(), began)[:most]
+        whole = chain_from(base, self._keys(), rollback)[:most]
         self.keys = whole
         """The records, oldest first."""
         self._verify()
         if most is None:
-            self._report(directory, whole, began)
+            self._report(directory, whole, rollback)
 
     def source(self, shard: int, key: RecordKey) -> int:
         """The rank that has the record of a shard."""
@@ -154,7 +154,7 @@ class JournalSearch:
             self.keys = self.keys[: min(self._lengths(self.keys))]
 
     def _first_damaged(self, sound: set[Held]) -> list[Held]:
-        """Verify the records whose source this rank is; returns the first damaged one of each
+        """Verify the records of this rank's source; returns the first damaged one of each
         shard, and adds to `sound` those before it."""
         found = []
         for shard in self._shards:
@@ -173,26 +173,26 @@ class JournalSearch:
         held = ((self._holders[shard, key] for key in keys) for shard in self._shards)
         return [len([*takewhile(bool, each)]) for each in held]
 
-    def _report(self, directory: str, whole: Sequence[RecordKey], began: tuple[int, int]) -> None:
+    def _report(self, directory: str, keys: Sequence[RecordKey], rollback: tuple[int, int]) -> None:
         for text in self.reader.problems:
             self._reports.notice(f"a part of the journal is not used: {text}", logging.WARNING)
         if self._barrier.rank:
             return
-        self._report_ends(whole, began)
+        self._report_ends(keys, rollback)
         reached = self.keys[-1].id if self.keys else self._base
         size = self._barrier.size
-        if text := unused_journal(directory, self._base, began, OTHER_RANKS, size, reached):
+        if text := unused_journal(directory, self._base, rollback, OTHER_RANKS, size, reached):
             self._reports.notice(text, logging.WARNING)
         apart = sorted({s for s in self._shards for key in self.keys if self.source(s, key) != s})
         if apart:
             self._reports.notice(ELSEWHERE.format(ranks=some(apart)), logging.INFO)
 
-    def _report_ends(self, whole: Sequence[RecordKey], began: tuple[int, int]) -> None:
+    def _report_ends(self, whole: Sequence[RecordKey], rollback: tuple[int, int]) -> None:
         """Report ranks with fewer records than others."""
         most = len(whole)
         lengths = self._lengths(whole)
         for shard, keys in enumerate(self._keys()):
-            alone = chain_from(self._base, [keys], began)
+            alone = chain_from(self._base, [keys], rollback)
             # A newer run that only some ranks have a record of does not count.
             if lengths[shard] == most and [*whole] == alone[:most]:
                 lengths[shard] = len(alone)
@@ -205,7 +205,7 @@ class JournalSearch:
 
 DIFFERS = (
     "the journal leads from v{base} to v{last}, and its steps could not be made again exactly: "
-    "{why}. The job goes on from v{reached}, which is exact; {lost} iteration(s) after it are lost"
+    "{why}. The job continues from v{reached}, which is exact; {lost} later iteration(s) are lost"
 )
 REPLICAS_DIFFER = "the ranks came to different parameters or optimizer state"
 
@@ -221,21 +221,21 @@ class Replay:
         barrier: ErrorBarrier,
         reports: Reports,
         base: VersionId,
-        began: tuple[int, int],
+        rollback: tuple[int, int],
         step_class: StepClass,
         most: int | None = None,
     ) -> None:
         """Read and verify the journals on this rank's `node`, and find the records that follow the
-        version `base`. `began`: see `chain_from`; `step_class`: see `Adapter`; `most`: the number
-        of records that another try found exact, None before that. Collective."""
+        version `base`. `rollback`: see `chain_from`; `step_class`: see `Adapter`; `most`: the
+        number of records that another try found exact, None before that. Collective."""
         self.exact = 0
-        """After `run` has failed: number of records whose steps can be made again exactly."""
+        """After `run` has failed: number of records that can be repeated exactly."""
         self.unrepeated = ""
-        """The reason of that, in words; the same on all ranks."""
+        """The reason, as text; the same on all ranks."""
         self._most = most
         self._step_class = step_class
         self._state, self._barrier, self._reports, self._base = state, barrier, reports, base
-        self._search = JournalSearch(directory, node, barrier, reports, base, began, most)
+        self._search = JournalSearch(directory, node, barrier, reports, base, rollback, most)
         self._keys = self._search.keys
         self._digest_plan: DigestPlan | None = None
 
@@ -251,7 +251,7 @@ class Replay:
         on all ranks and with a notice, if the state is not exactly that of the last record: it is
         torn then, and the version must be loaded again, for a try with the `exact` records.
         Collective."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         self._state.torn = True
         result: LoadedVersion | None = None
         troubles = [trouble]
@@ -267,7 +267,7 @@ class Replay:
                 whole = self._whole_digest()
                 result = self._load_small(*small, loaded, load_adapter)
             except Exception as error:
-                trouble = f"{self._keys[-1].id}: {in_words(error)}"
+                trouble = f"{self._keys[-1].id}: {error_text(error)}"
             troubles = self._gather(trouble)
             if not any(troubles) and len({*self._gather(whole)}) > 1:
                 result = None
@@ -275,7 +275,7 @@ class Replay:
             self._give_up("; ".join(by_rank(troubles)) or REPLICAS_DIFFER, exact)
             return None
         self._state.torn = False
-        result.result.seconds["replay"] = time.perf_counter() - begin
+        result.result.seconds["replay"] = time.perf_counter() - start
         return result
 
     def _give_up(self, why: str, exact: int) -> None:
@@ -321,23 +321,23 @@ class Replay:
                     if not trouble:
                         filler.take(shard, 0, image)
                 except Exception as error:
-                    trouble = f"{key.id}: {in_words(error)}"
+                    trouble = f"{key.id}: {error_text(error)}"
             try:
                 make_step = None if trouble else self._prepared_step(tree, gradients)
             except Exception as error:
-                trouble, make_step = f"{key.id}: {in_words(error)}", None
+                trouble, make_step = f"{key.id}: {error_text(error)}", None
             troubles = self._gather(trouble)
             if any(troubles) or make_step is None:
                 return troubles
             try:
                 make_step()
             except Exception as error:
-                trouble = f"{key.id}: {in_words(error)}"
+                trouble = f"{key.id}: {error_text(error)}"
         try:
             if not trouble and self._digest() != search.link(rank, key).digest:
                 trouble = f"{key.id}: parameters or optimizer state differ from the killed run's"
         except Exception as error:
-            trouble = f"{key.id}: {in_words(error)}"
+            trouble = f"{key.id}: {error_text(error)}"
         return self._gather(trouble)
 
     def _prepared_step(self, tree: bytes, gradients: dict[str, torch.Tensor]) -> Callable[[], None]:
@@ -377,8 +377,8 @@ class Replay:
         return self._digest_plan.compute()
 
     def _last_small(self) -> tuple[bytes, torch.Tensor]:
-        """The small state of this rank in the last record: manifest and image. A rank whose journal
-        is gone receives them. Collective."""
+        """The small state of this rank in the last record: manifest and image. A rank without a
+        journal receives them. Collective."""
         key, rank, search = self._keys[-1], self._barrier.rank, self._search
         apart = [s for s in range(self._barrier.size) if search.source(s, key) != s]
         here = [s for s in {rank, *apart} if search.source(s, key) == rank]

@@ -11,7 +11,7 @@ alike on all ranks, are pure.
 A restart first reads heads and manifests, to find the records that it needs, and verifies the
 images of these alone: a journal is much larger than a version.
 
-Nobody loses steps without a word because a setting is missing, or the number of ranks is another:
+No steps are lost silently because a setting is missing, or the number of ranks is another:
 `unused_journal` names the steps that a restart does not make again.
 """
 
@@ -166,7 +166,7 @@ class RecordKey(NamedTuple):
     id: VersionId
     run_id: str
     """See `VersionFacts.run_id`: two runs that did not see each other may make records of the same
-    id, whose parts must not be mixed."""
+    id: their parts must not be mixed."""
     steps: int
     """Number of optimizer steps."""
 
@@ -189,17 +189,17 @@ class Link(NamedTuple):
 
 
 def chain_from(
-    base: VersionId, shards: Iterable[Iterable[RecordKey]], began: tuple[int, int] = NO_RUN
+    base: VersionId, shards: Iterable[Iterable[RecordKey]], rollback: tuple[int, int] = NO_RUN
 ) -> list[RecordKey]:
     """Return the records that follow `base`, oldest first, as far as there is one of every shard.
 
-    Where two runs went on from the same place, the newer one counts. `began`: the entry in the
-    lineage of the last run that went back (see `Rollback`); records that it gave up do not count.
+    Where two runs continued from the same place, the newer one counts. `rollback`: the entry in
+    the lineage of the last run that went back (see `Rollback`); records given up do not count.
     """
     common = set.intersection(*map(set, shards))
     following: dict[VersionId, RecordKey] = {}
     for key in sorted(common):
-        if key.id.generation >= began[0] or key.id.version <= began[1]:
+        if key.id.generation >= rollback[0] or key.id.version <= rollback[1]:
             following[key.after] = key  # the newest comes last
     found: list[RecordKey] = []
     place = base
@@ -214,9 +214,9 @@ def chain_from(
 def rebuildable(
     safe: VersionId | None, protected: VersionId | None, most_steps: int
 ) -> VersionId | None:
-    """Return the version that a restart begins with after the loss of a node: the one that is
-    `protected`. If that is more than `most_steps` older than the newest one on local, `safe`,
-    nothing waits for the peer level any more, as the room on the disk is limited."""
+    """Return the version that a restart starts with after the loss of a node: the `protected` one.
+    If it is more than `most_steps` older than the newest one on local, `safe`, nothing waits for
+    the peer level any more, as the room on the disk is limited."""
     if safe is None or protected is None or safe.version - protected.version > most_steps:
         return safe
     return min(safe, protected)
@@ -224,7 +224,7 @@ def rebuildable(
 
 def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> set[VersionId]:
     """Return the bases of journal files that no restart needs any more, once `safe` is the newest
-    version that it may begin with: all but the newest `keep` up to `safe`, and later ones."""
+    version that it may start with: all but the newest `keep` up to `safe`, and later ones."""
     known = sorted(each for each in {*bases} if safe is not None and each <= safe)
     return {*known[: max(len(known) - keep, 0)]}
 
@@ -279,8 +279,8 @@ class JournalReader:
 
     def __init__(self, folder: Path, names: Iterable[SegmentName]) -> None:
         """Read heads and manifests in these files. Never raises: parts that cannot be read are in
-        `problems`. The last record of a file may be incomplete, as its writer was killed; that is
-        no problem."""
+        `problems`. The last record of a file may be incomplete, as its writer was killed: no
+        problem."""
         self.records: dict[tuple[int, RecordKey], Record] = {}
         """By shard and key; that of the first file, if several have it."""
         self._again: dict[tuple[int, RecordKey], list[Record]] = {}
@@ -352,11 +352,11 @@ def _frames(file: MappedFile) -> Iterator[Frame]:
     while low + HEAD_BYTES <= len(view):
         file.bring(low, low + HEAD_BYTES)
         head = FrameHead.decode(view[low : low + HEAD_BYTES])
-        begin, end = low + HEAD_BYTES, low + head.frame_bytes
+        start, end = low + HEAD_BYTES, low + head.frame_bytes
         if end > len(view):
             return
-        file.bring(begin, begin + head.manifest_bytes)
-        manifest = Manifest.decode(bytes(view[begin : begin + head.manifest_bytes]))
+        file.bring(start, start + head.manifest_bytes)
+        manifest = Manifest.decode(bytes(view[start : start + head.manifest_bytes]))
         image = low + head.image_offset
         yield Frame(head, manifest, view[image:end], file, image)
         low = end
@@ -377,7 +377,7 @@ class FileOwner:
         return name.rank % self.ranks == self.rank
 
     def tidies(self, name: SegmentName) -> bool:
-        """Whether this rank removes a file that nobody needs: also as the first rank of its node,
+        """Whether this rank removes a useless file: also as the first rank of its node,
         if the file's rank has moved to another node."""
         moved = name.rank % self.ranks not in self.node.ranks
         return self.wrote(name) or (moved and self.rank == self.node.first)
@@ -409,7 +409,7 @@ OTHER_RANKS = ("it is of {were} rank(s), this job has {size}", "Start again with
 def unused_journal(
     directory: str,
     base: VersionId,
-    began: tuple[int, int],
+    rollback: tuple[int, int],
     texts: tuple[str, str],
     size: int,
     reached: VersionId | None = None,
@@ -420,7 +420,7 @@ def unused_journal(
     Args:
         directory: the local directory.
         base: the version that was restored.
-        began: see `chain_from`.
+        rollback: see `chain_from`.
         texts: the reason why it is not used, and the remedy.
         size: number of ranks of this job.
         reached: how far this job's own journal has led; only journals of another number of ranks
@@ -435,7 +435,7 @@ def unused_journal(
         names = [n for n in there if (n.base.shards, n.base.shard) == (shards, shard)]
         with closing(JournalReader(folder, names)) as reader:
             keys = [key for _, key in reader.records]
-        chain = chain_from(base, [keys], began)
+        chain = chain_from(base, [keys], rollback)
         if chain and chain[-1].id.version > longest:
             longest = chain[-1].id.version
             why, remedy = (each.format(were=shards, size=size) for each in texts)
@@ -465,10 +465,10 @@ class JournalReach:
 
 
 def reach_of(
-    directories: Iterable[Path], base: VersionId, ranks: int, began: tuple[int, int]
+    directories: Iterable[Path], base: VersionId, ranks: int, rollback: tuple[int, int]
 ) -> JournalReach | None:
     """How far the journals in these local directories lead from the version `base` of a job with
-    that number of ranks; None without any journal. `began`: see `chain_from`. Never raises."""
+    that number of ranks; None without a journal. `rollback`: see `chain_from`. Never raises."""
     keys: list[set[RecordKey]] = [set() for _ in range(ranks)]
     for directory in directories:
         folder = directory / FOLDER
@@ -478,7 +478,7 @@ def reach_of(
                 keys[shard].add(key)
     if not any(keys):
         return None
-    chain = chain_from(base, keys, began)
+    chain = chain_from(base, keys, rollback)
     last = chain[-1].id if chain else base
     missing = [rank for rank, theirs in enumerate(keys) if not theirs]
     return JournalReach(base.version, last.version, len(chain), missing)
@@ -490,7 +490,7 @@ def reach_of_restart(there: Survey) -> JournalReach | None:
     plan = there.plan() if there.request is None else None
     if plan is None:
         return None
-    return reach_of(there.directories, plan.id, len(plan.sources), there.began_last)
+    return reach_of(there.directories, plan.id, len(plan.sources), there.rollback_run)
 
 
 @dataclass(frozen=True)

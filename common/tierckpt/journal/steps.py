@@ -1,7 +1,7 @@
 """The steps that a journal repeats: which ones, their gradients as bytes, and proof of equality.
 
 A step is repeated with the same gradients, options, state and parameters. So it must be a function
-of these alone: no random numbers, no closure that is called several times, no clock. All other
+of these alone: no random numbers, no closure called several times, no clock. All other
 state is refused by name.
 
 A frame of the journal holds a shard file in the format of every version: striped tensors are the
@@ -54,7 +54,7 @@ __all__ = [
 
 
 GRADIENT = "gradient/"
-"""Begin of the names of gradients; the rest is the parameter's name."""
+"""Start of the names of gradients; the rest is the parameter's name."""
 SCALED = (
     "a fused optimizer unscales the gradients inside its step, where they cannot be read. Make the "
     "optimizer with fused=False"
@@ -137,9 +137,9 @@ class ImageMaker:
             blocks += rank_state_blocks(data_bytes - low)
             self._header = data_bytes, header, tuple(blocks)
         data = room(data_bytes)
-        begin = data.data_ptr()
+        base = data.data_ptr()
         for piece, address in zip(self.layout.pieces, addresses, strict=True):
-            ctypes.memmove(begin + piece.offset, address, piece.nbytes)
+            ctypes.memmove(base + piece.offset, address, piece.nbytes)
         tree.copy(0, data[low:])
         copied = CopiedTree(data[low : low + tree.nbytes])
         return Image(self._header[1], data, self._header[2], copied)
@@ -168,9 +168,9 @@ class GradientImages:
             specs = [tree_codec.spec_of(g, GRADIENT + n) for n, g in named]
             self._maker = ImageMaker(plan_layout(specs, [], self._rank, self._ranks), {})
             self._kinds = kinds
-        begins = {GRADIENT + name: gradient.data_ptr() for name, gradient in named}
+        bases = {GRADIENT + name: gradient.data_ptr() for name, gradient in named}
         addresses = [
-            begins[piece.spec.name] + piece.start * piece.spec.itemsize_bytes
+            bases[piece.spec.name] + piece.start * piece.spec.itemsize_bytes
             for piece in self._maker.layout.pieces
         ]
         return self._maker.make(addresses, tree, room)
@@ -240,10 +240,10 @@ REPEATABLE = frozenset(
         *("RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Optimizers of torch whose steps are such functions; a test repeats a step of each."""
+"""Optimizers of torch with such functions as steps; a test repeats a step of each."""
 SETTING = "local_journal_steps"
 StepClass = Callable[[torch.optim.Optimizer], type[torch.optim.Optimizer]]
-"""Returns the class whose `step` changes an optimizer's parameters (see `Adapter`)."""
+"""Returns the class with the `step` that changes an optimizer's parameters (see `Adapter`)."""
 
 
 def check_support(
@@ -282,7 +282,7 @@ def check_support(
 
 
 def _refuse_unsteady(state: TrainingState, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse parameters whose steps are no function of the state (seen in torch 2.13)."""
+    """Refuse parameters with steps that are no function of the state (seen in torch 2.13)."""
     if not isinstance(optimizer, torch.optim.SGD):
         return
     momentous = [g for g in optimizer.param_groups if g["fused"] and g["momentum"]]
@@ -316,8 +316,8 @@ class DigestPlan:
                 continue
             if not source.is_cpu or not tree_codec.is_dense(source):
                 raise UnjournaledError(f"{piece.spec.name} is not dense, or not on the CPU")
-            begin = source.data_ptr() + piece.start * piece.spec.itemsize_bytes
-            self.parts.append((ctypes.c_char * piece.nbytes).from_address(begin))
+            base = source.data_ptr() + piece.start * piece.spec.itemsize_bytes
+            self.parts.append((ctypes.c_char * piece.nbytes).from_address(base))
         self.nbytes = sum(map(ctypes.sizeof, self.parts))
 
     def compute(self) -> int:

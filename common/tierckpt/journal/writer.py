@@ -27,12 +27,12 @@ from .segments import BOUNDARY, STEP, FrameHead, SegmentName, names_in, outdated
 from .steps import Image
 
 MAX_WAITING = 3
-"""Records whose memory may wait for the disk. One more, and the disk does not keep up."""
+"""Records that may wait for the disk in memory. One more, and the disk does not keep up."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A record that is to be written."""
+    """A record to write."""
 
     segment: SegmentName
     after: VersionId
@@ -63,7 +63,7 @@ def frame_of(draft: Draft, kind: int, image: Image) -> FrameBytes:
     text = manifest.encode()
     state = draft.digest if kind == BOUNDARY else 0
     head = FrameHead(kind, draft.after, state, len(text), manifest.image_bytes)
-    first = mmap.mmap(-1, head.image_offset + len(image.header))  # begins with a page
+    first = mmap.mmap(-1, head.image_offset + len(image.header))  # starts with a page
     first.write((head.encode() + text).ljust(head.image_offset, b"\0") + image.header)
     return memoryview(first), data
 
@@ -86,7 +86,7 @@ class JournalWriter:
     ) -> None:
         """`on_failed` is called on the thread if a record could not be written, with the place that
         it follows: the rest of its file is dropped. `last_frame` is called there, too. With
-        `reuses_small` nobody else reads a draft's small state."""
+        `reuses_small` this thread alone reads a draft's small state."""
         self.failed: SegmentName | None = None
         """The last file that could not be written."""
         self._folder, self._on_failed = folder, on_failed
@@ -110,11 +110,11 @@ class JournalWriter:
                 if found.numel() == nbytes:
                     return found
                 self._free.append(found)
-        memory = mmap.mmap(-1, nbytes)  # begins with a page, as writes past the page cache need it
+        memory = mmap.mmap(-1, nbytes)  # starts with a page, as writes past the page cache need it
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def keeps_up(self, wait: bool) -> bool:
-        """True if another record may be submitted; with `wait`, when that is so."""
+        """True if another record may be submitted; with `wait`, once it may."""
         with self._changed:
             while wait and self._waiting >= MAX_WAITING:
                 self._changed.wait()
@@ -209,12 +209,12 @@ class JournalWriter:
     def _write(self, file: DirectFile, draft: Draft, kind: int, frame: FrameBytes) -> None:
         first, data = frame
         half = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
-        begin = self._end + len(first)
+        start = self._end + len(first)
         file.write(first, self._end)
-        file.write(data[:half], begin)
+        file.write(data[:half], start)
         _faults.point("journal", version=draft.facts.id.version, kind=kind)
-        file.write(data[half:], begin + half)
-        self._end = begin + len(data)
+        file.write(data[half:], start + half)
+        self._end = start + len(data)
 
     def _open(self, name: SegmentName) -> DirectFile:
         if self._file is not None and self._file[0] == name:

@@ -81,21 +81,21 @@ def _requeue(job: str) -> None:
 STATE = "lightning"
 """Name of the Trainer's state in `extra_per_rank`."""
 OTHER_RANKS = (
-    "v{version} is of another number of ranks: the epoch goes on with its next samples. Metrics "
+    "v{version} is of another number of ranks: the epoch continues with its next samples. Metrics "
     "and logged means of this epoch have its later batches only"
 )
 IMPORTED = (
     "v{version} was imported from {source}, and has no state of Lightning's loops. Give Lightning "
-    "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job goes on from "
+    "the file itself, fit(ckpt_path=...), and TierCheckpoint an empty path: the job continues from "
     "the file, and takes its versions there (`tierckpt export` makes a .ckpt)"
 )
 LEFT_OUT = (
-    "on_train_epoch_start of {names} is not called in this epoch, which had begun before the "
+    "on_train_epoch_start of {names} is not called in this epoch, which had started before the "
     "restart. If it makes more than a restart restores (the epoch's number of a data set, a list), "
     "do that in on_train_start, too: every run calls it"
 )
 NOT_LOADED = (
-    "ckpt_path {given!r} is not loaded: the job goes on from {version}. To begin with this file, "
+    "ckpt_path {given!r} is not loaded: the job continues from {version}. To start with this file, "
     "use another path for TierCheckpoint, and no fork_from"
 )
 
@@ -133,7 +133,7 @@ class Fit:
 
     def _restore(self) -> None:
         trainer, finished = self._trainer, self.checkpointer._finished
-        # A further fit() of one Trainer goes on; it makes new optimizers.
+        # A further fit() of one Trainer continues; it makes new optimizers.
         finished.parts = trainer, trainer.lightning_module
         finished.asked, finished.trains = bool(trainer.ckpt_path), True
         restored = self.checkpointer.restore()
@@ -155,15 +155,15 @@ class Fit:
         self._steps = trainer.global_step
         # A sanity check would move what was restored; the job has made it already.
         trainer.num_sanity_val_steps = 0
-        amid_epoch = self._state.is_amid_epoch
-        if amid_epoch and (names := trainer_state.owners(trainer, "on_train_epoch_start")):
+        mid_epoch = self._state.is_mid_epoch
+        if mid_epoch and (names := trainer_state.owners(trainer, "on_train_epoch_start")):
             self._say(LEFT_OUT.format(names=some(names)), logging.WARNING)
-        self._data.waits = amid_epoch
+        self._data.waits = mid_epoch
         self._max_steps = self._loop.epoch_loop.max_steps
-        if amid_epoch and self._max_steps != -1:
+        if mid_epoch and self._max_steps != -1:
             # The end of the epoch is still to come, after the last step.
             self._loop.epoch_loop.max_steps = max(self._max_steps, self._steps + 1)
-        self._hooks.resume(amid_epoch, self._resume)
+        self._hooks.resume(mid_epoch, self._resume)
 
     def _resume(self) -> None:
         """Set the state of the boundary again, last before the next batch."""
@@ -172,13 +172,13 @@ class Fit:
         process_state.load_rng(self._streams, self._trainer.strategy.root_device)
         state, saved = self._state, self._state.loaded
         if saved is not None and saved["data"] is not None:
-            if state.is_amid_epoch:
+            if state.is_mid_epoch:
                 state.check_loaders()
                 self._data.set_epoch(self._loop.epoch_progress.current.processed)
                 others = state.is_of_other_ranks
                 self._data.resume(saved["data"], state.batches, state.factor, others)
             else:
-                self._data.begin_next(saved["data"])
+                self._data.start_next(saved["data"])
         self._state.loaded = None
 
     def take_signals(self) -> None:
@@ -223,7 +223,7 @@ class Fit:
         end_if_interrupted(self.checkpointer)
 
     def leave(self, error: BaseException | None) -> None:
-        """Let go after an exception: versions stay for a restart. Not collective."""
+        """Detach after an exception: versions stay for a restart. Not collective."""
         self._detach()
         self.take_signals()
         if error is None:
@@ -294,7 +294,7 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
             `tierckpt.ResumableLoader`.
         settings: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`.
 
-    Errors of the settings, of a strategy that is not supported, and of a restore are raised when
+    Errors of the settings, of an unsupported strategy, and of a restore are raised when
     the fit starts.
     """
 
@@ -355,12 +355,12 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
             self._fit.take_signals()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let go: the restart finds all versions."""
+        """Detach: the restart finds all versions."""
         if self._fit is not None and not self._fit.checkpointer.closed:
             self._fit.leave(exception)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the fit out, for launchers that pickle the Trainer, and for copies: one that is
-        made during a fit takes no checkpoints, which would be the fit's own."""
-        is_amid = self._fit is not None and not self._fit.checkpointer.closed
-        return {**vars(self), "_fit": None, "_is_copy": self._is_copy or is_amid}
+        """Leave the fit out, for launchers that pickle the Trainer, and for copies: one made during
+        a fit takes no checkpoints, which would be the fit's own."""
+        is_fitting = self._fit is not None and not self._fit.checkpointer.closed
+        return {**vars(self), "_fit": None, "_is_copy": self._is_copy or is_fitting}

@@ -51,7 +51,7 @@ OWN_FETCHING = (
 )
 CHANGES = {
     "ModelPruning": "it gives parameters other names (weight_orig) in the middle of the training, "
-    "and a restart would begin with the former ones. Prune the model before fit(), with "
+    "and a restart would start with the former ones. Prune the model before fit(), with "
     "torch.nn.utils.prune: the masks are buffers, and part of every version",
     "LearningRateFinder": "it would search again after each restart. Search once, with "
     "Tuner(trainer).lr_find(model)",
@@ -67,8 +67,8 @@ SHARDED = (
 
 
 def callback_base() -> type:
-    """The base class of a callback of the Lightning that is imported or, if none is, of the one
-    that is installed. Raises ConfigError if there is none."""
+    """The base class of a callback of the imported Lightning or, without one, of the installed one.
+    Raises ConfigError if there is none."""
     names = [name for name in PACKAGES if name in sys.modules]
     names = names or [name for name in PACKAGES if _is_installed(name)]
     if not names:
@@ -78,8 +78,8 @@ def callback_base() -> type:
 
 
 def for_every_package(kind: Any) -> Any:
-    """A callback's class that also derives from the base class of any other Lightning that is
-    imported by now; the class itself if there is none."""
+    """A callback's class that also derives from the base class of any other Lightning imported by
+    now; the class itself if there is none."""
     bases = [sys.modules[name].Callback for name in PACKAGES if name in sys.modules]
     others = tuple(base for base in bases if not issubclass(kind, base))
     if not others:

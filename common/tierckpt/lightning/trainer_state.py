@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import RestoreError, TierckptError
 from tierckpt.integrations import StepSize
 from tierckpt.state import tree_codec
@@ -176,7 +176,7 @@ def _called(owner: Any, name: str, *args: Any) -> Any:
     try:
         return getattr(owner, name)(*args)
     except Exception as error:
-        raise HookError(f"{type(owner).__name__}.{name}() raised {in_words(error)}") from error
+        raise HookError(f"{type(owner).__name__}.{name}() raised {error_text(error)}") from error
 
 
 def _file(trainer: Any, callbacks: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +346,7 @@ OTHER_ORDER = (
 INDIVISIBLE = (
     "v{version} was taken with {samples} samples a step ({old}), which cannot be divided by "
     "{ranks} rank(s) x accumulate_grad_batches={accumulation}. Set another "
-    "accumulate_grad_batches, or start {had} rank(s), or begin a new job at another path"
+    "accumulate_grad_batches, or start {had} rank(s), or start a new job at another path"
 )
 DDP_FLAG = "require_forward_param_sync"
 """Attribute of a DDP module: whether its next forward pass broadcasts the buffers of rank 0. A
@@ -485,7 +485,7 @@ class TrainerState:
             raise RestoreError(OTHER_ORDER.format(has=data.order or "any", want=order or "any"))
 
     @property
-    def is_amid_epoch(self) -> bool:
+    def is_mid_epoch(self) -> bool:
         """Whether the epoch's own work is not done in the restored state."""
         progress = self._loop.epoch_progress.current
         return bool(self.loaded and progress.ready > progress.processed)

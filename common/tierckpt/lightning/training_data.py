@@ -57,29 +57,29 @@ class LoopHooks:
         self._then(fit_loop.epoch_loop, "on_advance_end", after_batch)
         self._then(fit_loop, "run", after_run)
 
-    def resume(self, amid_epoch: bool, place: Callable[[], None]) -> None:
+    def resume(self, mid_epoch: bool, place: Callable[[], None]) -> None:
         """Let the next epoch be a resumed one: `place` sets the state, and is called last before
-        the first batch. If `amid_epoch`, the epoch's start is left out: it was before."""
+        the first batch. If `mid_epoch`, the epoch's start is left out: it was before."""
         epoch, start = self._loop.epoch_loop, self._loop.on_advance_start
 
         def on_advance_start() -> None:
             self._give_back(self._loop, "on_advance_start")
-            place() if not amid_epoch else None
-            start() if not amid_epoch else None
+            place() if not mid_epoch else None
+            start() if not mid_epoch else None
 
         self._replace(self._loop, "on_advance_start", on_advance_start)
-        if not amid_epoch:
+        if not mid_epoch:
             return
 
         def reset() -> None:
             """Keep the counters of the epoch."""
             self._give_back(epoch, "reset")
 
-        begin = epoch.on_run_start
+        run_start = epoch.on_run_start
 
         def on_run_start(fetcher: Any) -> None:
             self._give_back(epoch, "on_run_start")
-            begin(fetcher)
+            run_start(fetcher)
             place()
 
         self._replace(epoch, "reset", reset)
@@ -114,7 +114,7 @@ WAYS = Ways(
     give="TierCheckpoint(generators=[...])",
     set_epoch="call it in on_train_start, too, with trainer.current_epoch",
     count="set its count in on_train_start from trainer.current_epoch",
-    begin="begin a new job at another path",
+    start="start a new job at another path",
 )
 
 
@@ -143,7 +143,7 @@ class TrainingData:
         self._source = self._loop._data_source
         self._request = self._source.dataloader
         self.waits = False
-        """True until a resumed pass can begin: Lightning makes an iterator, of which it knows only
+        """True until a resumed pass can start: Lightning makes an iterator, of which it knows only
         the length then, before it sets the samplers' epoch."""
         Replaced(self._source, "dataloader", self._adopted)
         self._known: list[Any] = []
@@ -197,7 +197,7 @@ class TrainingData:
     def resume(
         self, state: dict[str, Any], taken: int, factor: Fraction, is_of_other_ranks: bool
     ) -> None:
-        """Begin the pass at the saved place. The global generators must be as the restore has set
+        """Start the pass at the saved place. The global generators must be as the restore has set
         them, and are so afterwards. `taken`: batches of the epoch that were trained on; `factor`:
         as in `PlaceOfAnyRanks.convert`."""
         self.waits = False
@@ -209,8 +209,8 @@ class TrainingData:
         iter(fetcher)
         fetcher.fetched += taken
 
-    def begin_next(self, state: dict[str, Any]) -> None:
-        """Set the generators of the loaders, which begin an epoch."""
+    def start_next(self, state: dict[str, Any]) -> None:
+        """Set the generators of the loaders, which start an epoch."""
         data = self._loop._combined_loader.made_resumable()
         self._look_at_evaluation(data)
         data.load_generators(state)
@@ -336,9 +336,9 @@ class _Passes:
     """The passes over a combined loader, by the methods of its own class."""
 
     def __init__(
-        self, combined: Any, begin: Callable[[], Any], following: Callable[[], Any]
+        self, combined: Any, start: Callable[[], Any], following: Callable[[], Any]
     ) -> None:
-        self._combined, self._begin, self._next = combined, begin, following
+        self._combined, self._start, self._next = combined, start, following
         self.loaders = combined.flattened
         self.evaluated: list[Any] = []
         """Generators are looked for in these loaders, and in those of validations."""
@@ -347,7 +347,7 @@ class _Passes:
         return len(self._combined)
 
     def __iter__(self) -> Iterator[Any]:
-        self._begin()
+        self._start()
         return _Pass(self._combined, self._next)
 
 

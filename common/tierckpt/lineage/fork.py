@@ -1,17 +1,17 @@
-"""The fork of a job: it begins where another one was, and goes on by itself.
+"""The fork of a job: it starts from another job's version, and continues by itself.
 
 | step | where | what a kill after it leaves |
 |---|---|---|
 | hold | at the source: its retention keeps the version | a hold; the next start uses it again |
 | load | memory of this process | the same |
-| record | beside the fork's own versions, on every node | the order to begin there, exactly |
+| record | beside the fork's own versions, on every node | the order to start there, exactly |
 | own version | on all ranks' disks | a job like any other; its next start ends the hold |
 | note | the hold becomes a note at the source | - |
 
-So the source's version stays until the fork needs it no more, and a fork that is killed before it
-has a version of its own begins from the same version again. A version in the memory of a running
-job cannot be held; then the record follows only after the own version, as a job with a record of a
-version that is gone could not start.
+So the source's version stays until the fork needs it no more, and a fork killed before it has a
+version of its own starts from the same version again. A version in the memory of a running job
+cannot be held; then the record follows only after the own version, as a job with a record of a lost
+version could not start.
 
 A fork, or a restore, may also take parts of a version, perhaps under other names: weights of a
 model trained before. A pattern is a name with at most one `*`, which stands for any text, dots
@@ -163,7 +163,7 @@ class PartReport:
 
     @property
     def of_parts(self) -> str:
-        """The parts, in words."""
+        """The parts, as text."""
         return " and ".join(self.parts)
 
     @property
@@ -349,7 +349,7 @@ class _ChosenParts:
     def _reason_to_leave(
         self, label: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]
     ) -> str:
-        """Why an optimizer that is on both sides cannot be taken; empty if it can."""
+        """Why an optimizer of both sides cannot be taken; empty if it can."""
         if "imported" in self._loader.saved:
             return "was imported, and is taken only with a whole version"
         if theirs["class"] != ours["class"]:
@@ -450,7 +450,7 @@ class Forked:
 
     @property
     def start(self) -> Restored:
-        """The state that the run begins with, which has no version of this job."""
+        """The state that the run starts with, which has no version of this job."""
         start = Restored(int(self.result))
         start.version = self.result.version
         start.iteration_counts = self.result.iteration_counts
@@ -504,20 +504,20 @@ class Forks(Part):
     def _settle(self) -> None:
         self.marks.settle(self._agreement.local.safe, self._agreement.memory.safe)
 
-    # --- a job begins --------------------------------------------------------------------------
+    # --- a job starts --------------------------------------------------------------------------
 
     def found_versions(self) -> None:
         """An earlier start may have left a hold at the source."""
         self.marks.has_versions()
 
-    def begin_elsewhere(
+    def start_elsewhere(
         self,
         order: ForkOrder | None,
         strict: bool,
         bar: Progress,
         load_adapter: Callable[[Any], None],
     ) -> Forked | None:
-        """Load the version that this job is to begin from; None if there is no such order. For a
+        """Load the version that this job is to start from; None if there is no such order. For a
         job without any version of its own. `order`: None if the call of `restore()` says nothing.
 
         Raises RestoreError on all ranks if the orders contradict each other or the version is not
@@ -549,7 +549,7 @@ class Forks(Part):
         return forked
 
     def _wanted(self, record: Origin | None, text: str) -> Wanted:
-        """The version to begin from. A record fixes it: a source that goes on has newer ones."""
+        """The version to start from. A record fixes it: a source that continues has newer ones."""
         given = source_of(text) if text else None
         if record is None:
             assert given is not None
@@ -560,7 +560,7 @@ class Forks(Part):
             if other or given.version not in (None, record.id.version):
                 places = " and ".join(self.marks.recorded)
                 raise RestoreError(
-                    f"this job is to begin from {record}, as an earlier start or `tierckpt fork` "
+                    f"this job is to start from {record}, as an earlier start or `tierckpt fork` "
                     f"noted in {places}, and {FORK_SETTING} is {text!r}. Nothing was changed",
                     f"To take the first one back: {cancel}",
                 )
@@ -619,7 +619,7 @@ class Forks(Part):
     def load_parts(
         self, text: str, selection: Selection, strict: bool, bar: Progress
     ) -> PartReport:
-        """Load parts of another job's version into the live state, and go on."""
+        """Load parts of another job's version into the live state, and continue."""
         given = source_of(text)
         wanted, barrier = Wanted(given.path, given.version), ErrorBarrier(self._group)
         with barrier:
@@ -641,7 +641,7 @@ class Forks(Part):
         report = forked.result.partial
         what = f"{report.of_parts} of {report}" if report else str(origin)
         self._reports.notice_of_all(
-            f"this job has no version of its own, and begins from {what}"
+            f"this job has no version of its own, and starts from {what}"
             + ("" if trouble else f". {origin} is held there until it has one on disk"),
             logging.INFO,
         )
@@ -649,9 +649,9 @@ class Forks(Part):
             then = "the restart fails"
             remedy = f"To keep it: tierckpt pin {shlex.quote(origin.source)} {origin.id.version}"
             if trouble == IN_MEMORY:
-                then = then if fixed else "the restart begins from the newest version then"
+                then = then if fixed else "the restart starts from the newest version then"
                 remedy = (
-                    "To begin from one that stays, choose one on disk (tierckpt list), or have "
+                    "To start from one that stays, choose one on disk (tierckpt list), or have "
                     "that job write one (save(now=True), local_every_steps)"
                 )
             self._reports.notice_of_all(

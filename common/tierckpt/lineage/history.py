@@ -5,7 +5,7 @@ level as the run that it came from, so a job with many restarts is a list. Runs 
 nothing newer (given up by a rollback, or dead before their first version) are below the run that
 they came from. Facts are shown where they change.
 
-A hold of a fork that nobody will end is stale: the source was moved, so the fork did not find its
+A hold of a fork without an end is stale: the source was moved, so the fork did not find its
 mark; or the fork was killed at the moment of its first version, and lost its record with its node.
 """
 
@@ -98,7 +98,7 @@ class RunNode:
     generation: int
     run_id: str = ""
     """Empty: known only as an ancestor of other runs."""
-    began: VersionId | None = None
+    started_from: VersionId | None = None
     """The version of the job that it restored; None: none, or unknown."""
     record: RunRecord | None = None
     end: RunEnd | None = None
@@ -106,7 +106,7 @@ class RunNode:
     """A process of it lives on this machine."""
     versions: list[VersionNode] = field(default_factory=list)
     runs: list[RunNode] = field(default_factory=list)
-    """Runs that began from versions of this one."""
+    """Runs that started from versions of this one."""
     forks: list[ForkNode] = field(default_factory=list)
 
     @property
@@ -115,16 +115,16 @@ class RunNode:
         return self.generation, self.record.started_seconds if self.record else 0.0
 
     @property
-    def begun_at(self) -> int:
+    def start_number(self) -> int:
         """The number of the version that it restored; 0: none."""
-        return self.began.version if self.began else 0
+        return self.started_from.version if self.started_from else 0
 
     @property
     def newest(self) -> int:
-        """The newest version that is known of this run; that it began with, if none is."""
-        known = [self.begun_at, self.end.version if self.end else 0]
+        """The newest known version of this run; the one it started with, if none is."""
+        known = [self.start_number, self.end.version if self.end else 0]
         known += [each.id.version for each in self.versions]
-        known += [each.begun_at for each in self.runs]
+        known += [each.start_number for each in self.runs]
         known += [each.child.id.version for each in self.forks]
         return max(known)
 
@@ -136,7 +136,7 @@ class RunNode:
             **record,
             "generation": self.generation,
             "run_id": self.run_id,
-            "began": None if self.began is None else [*self.began],
+            "began": None if self.started_from is None else [*self.started_from],
             "running": self.running,
             "end": end and {key: end[key] for key in end if key != "run_id"},
             "newest": self.newest,
@@ -152,9 +152,9 @@ class JobNode:
     path: str
     origin: Origin | None = None
     runs: list[RunNode] = field(default_factory=list)
-    """Those that began from no version of the job, oldest first."""
+    """Those that started from no version of the job, oldest first."""
     troubles: list[str] = field(default_factory=list)
-    """What could not be read, in words."""
+    """What could not be read, as text."""
     hint: str = ""
     """Where the job may be, if nothing is here."""
 
@@ -175,7 +175,7 @@ class JobNode:
         command prints `path`, and `jobs`, a list of these.)
 
         - `path`: as given, or a fork's own; `problems`: what could not be read, as text
-        - `origin`: null, or the version of another job that it began from: the keys of `fork.json`
+        - `origin`: null, or the other job's version that it started from: keys of `fork.json`
         - `runs`: a flat list, oldest first: `generation`, `run_id` (distinguishes runs that left no
           version, and share their generation with the next one), `began` (null, or generation and
           version in the list's earlier runs), `running`, `newest` (number of its newest known
@@ -223,7 +223,7 @@ class ForkNode:
 
 
 def is_stale(child: Child, fork: Survey) -> bool:
-    """Whether the fork with this survey does not need the version that is held for it: it says so
+    """Whether the fork with this survey does not need the version held for it: it says so
     in the record of its origin, or it does not run, and has a complete version on disk. (One that
     runs ends the hold itself, a moment after its first version.)"""
     if not child.held:
@@ -281,7 +281,7 @@ class _JobLines:
             self._newest[id(run)] = max([run.order, *later])
 
     def of(self, runs: Iterable[RunNode]) -> list[Branch]:
-        """Branches of runs that began from the same run, each with those that lead on from it."""
+        """Branches of runs that started from the same run, each with those that lead on from it."""
         found: list[Branch] = []
         for _, group in groupby(runs, key=self._kind):
             same = [*group]
@@ -296,7 +296,7 @@ class _JobLines:
     def _kind(self, run: RunNode) -> object:
         """Equal for starts that can share a line. The name of a launch may differ."""
         facts = {**_facts(run.record), "launcher": ""}
-        return (run.generation, run.began, facts) if _is_bare(run) else id(run)
+        return (run.generation, run.started_from, facts) if _is_bare(run) else id(run)
 
     def _of_chain(self, run: RunNode) -> Iterator[Branch]:
         left: RunNode | None = run
@@ -344,33 +344,33 @@ def _origin_text(origin: Origin) -> str:
 def run_text(run: RunNode) -> str:
     """A line about a run: what it restored, how far it came, when, and how it ended."""
     record = run.record
-    if record is None and not run.began:
+    if record is None and not run.started_from:
         return f"run {run.generation}, nothing noted{', running' if run.running else ''}"
-    begin = _begin_text(run)
-    reached = f" to v{run.newest}" if _made_any(run, begin) else ""
-    text = f"run {run.generation}, from {begin}{reached}"
+    start = _start_text(run)
+    reached = f" to v{run.newest}" if _made_any(run, start) else ""
+    text = f"run {run.generation}, from {start}{reached}"
     return text if record is None else f"{text}, {_when(record.started_seconds, run)}"
 
 
-def _begin_text(run: RunNode) -> str:
+def _start_text(run: RunNode) -> str:
     if run.record and run.record.fork:
         return run.record.fork
-    return f"v{run.begun_at}" if run.began else "the beginning"
+    return f"v{run.start_number}" if run.started_from else "the beginning"
 
 
-def _made_any(run: RunNode, begin: str) -> bool:
-    """Whether a run came further than where it began. A fork's first version may have the number of
+def _made_any(run: RunNode, start: str) -> bool:
+    """Whether a run came further than its start. A fork's first version may have the number of
     its source's."""
-    if begin.endswith(f"@v{run.newest}"):
+    if start.endswith(f"@v{run.newest}"):
         return any(each.id.version < run.newest for each in run.versions)
-    return run.newest > run.begun_at
+    return run.newest > run.start_number
 
 
-def _when(began_seconds: float, run: RunNode) -> str:
-    began = _time_text(began_seconds)
+def _when(started_seconds: float, run: RunNode) -> str:
+    since = _time_text(started_seconds)
     if run.end is None:
-        return f"{began}, {'running' if run.running else 'no end noted'}"
-    return f"{began} to {_time_text(run.end.ended_seconds, began)}, {_end_text(run)}"
+        return f"{since}, {'running' if run.running else 'no end noted'}"
+    return f"{since} to {_time_text(run.end.ended_seconds, since)}, {_end_text(run)}"
 
 
 def _end_text(run: RunNode) -> str:
@@ -381,7 +381,7 @@ def _end_text(run: RunNode) -> str:
 
 
 def _time_text(seconds: float, after: str = "") -> str:
-    """A time; without its day if a text begins with the same."""
+    """A time; without its day if a text starts with the same."""
     text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     return text[11:] if text[:10] == after[:10] else text
 
@@ -393,13 +393,13 @@ def _is_bare(run: RunNode) -> bool:
 def _starts_text(runs: list[RunNode]) -> str:
     """A line about several starts that left nothing."""
     first, last = (r.record.started_seconds for r in (runs[0], runs[-1]) if r.record)
-    begin = _begin_text(runs[0])
-    began = _time_text(first)
+    start = _start_text(runs[0])
+    since = _time_text(first)
     ends = Counter(map(_end_text, runs)).most_common()
     return ", ".join(
         [
-            f"run {runs[0].generation}, from {begin}: {len(runs)} starts that left no version",
-            f"{began} to {_time_text(last, began)}",
+            f"run {runs[0].generation}, from {start}: {len(runs)} starts that left no version",
+            f"{since} to {_time_text(last, since)}",
             *(f"{text} ({count})" if len(ends) > 1 else text for text, count in ends),
         ]
     )

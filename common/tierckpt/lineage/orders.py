@@ -31,7 +31,7 @@ from .source import child_of, encoded_in, new_origin, places_of
 
 
 def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str]]:
-    """Order that the job with this `path` (or persistent_path) begins from a version of another
+    """Order that the job with this `path` (or persistent_path) starts from a version of another
     job: hold the version there, then write the record here. Returns the record, and sentences about
     what keeps the version. `theirs`: what `survey_of_job` returned for the source's path.
 
@@ -57,7 +57,7 @@ def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str
     origin = new_origin(_absolute(wanted.path), facts, place)
     if here.origins and here.origins[0].name != origin.name:
         raise ConfigError(
-            f"{path} is to begin from {here.origins[0]} already; `tierckpt fork --cancel {path}` "
+            f"{path} is to start from {here.origins[0]} already; `tierckpt fork --cancel {path}` "
             "takes that back"
         )
     folder = _on_this_node(path)
@@ -72,8 +72,8 @@ def order_fork(source: str, path: str, theirs: Survey) -> tuple[Origin, list[str
 
 
 def _keep(theirs: Survey, origin: Origin, path: str, folder: str) -> list[str]:
-    """Hold the version at its source, and keep its files in `folder` if that is on the same file
-    system. Returns sentences about both."""
+    """Hold the version at its source, and keep its files in `folder` if on the same file system.
+    Returns sentences about both."""
     id_, kept = origin.id, KeptFiles(folder, origin.name)
     places = places_of(theirs, id_)
     if not places:
@@ -115,7 +115,7 @@ def _refuse_used(path: str, here: Survey) -> None:
     if here.copies:
         names = some([f"v{n}" for n in sorted({i.version for i in _ids(here)})])
         raise ConfigError(
-            f"{path} has checkpoints already ({names}), and its job goes on with these. Give "
+            f"{path} has checkpoints already ({names}), and its job continues with these. Give "
             "another path"
         )
 
@@ -130,12 +130,12 @@ def cancel_fork(path: str) -> Origin | None:
         return None
     if not here.origins:
         several = several_jobs(here)
-        text = f"{path}: there is no order to begin from another job's version"
+        text = f"{path}: there is no order to start from another job's version"
         raise ConfigError(f"{text}: {several}" if several else text)
     origin = here.origins[0]
     if here.copies or here.living:
         raise ConfigError(
-            f"{path}: its job has begun from {origin}, which cannot be taken back. The record "
+            f"{path}: its job has started from {origin}, which cannot be taken back. The record "
             "stays, as a part of its history"
         )
     _remove_record(path, here)

@@ -89,7 +89,7 @@ def command_hash(arguments: Sequence[str]) -> str:
 
 
 def end_reason(asked: str, abandoned: bool) -> tuple[str, bool]:
-    """The reason why the training ends, in words, and whether an error ended it. `asked`: why it
+    """The reason why the training ends, as text, and whether an error ended it. `asked`: why it
     was asked to end early, if it was; `abandoned`: it ends without a last version."""
     error = (getattr(sys, "last_value", None) or sys.exc_info()[1]) if abandoned else None
     if isinstance(error, SystemExit):
@@ -101,7 +101,7 @@ def end_reason(asked: str, abandoned: bool) -> tuple[str, bool]:
 
 
 def git_commit(folder: Path) -> str:
-    """The commit that is checked out around a folder, read from git's files; empty without one."""
+    """The commit checked out around a folder, read from git's files; empty without one."""
     with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
         resolved = folder.resolve()
         for each in (resolved, *resolved.parents):
@@ -145,7 +145,7 @@ ERROR_SECONDS = 0.5
 
 
 class RunNotes:
-    """Writes a record when a run begins, and when it ends: on the local level of each node, and on
+    """Writes a record when a run starts, and when it ends: on the local level of each node, and on
     rank 0 to the persistent level. A thread does it, so that no start waits for a disk. Training
     thread.
 
@@ -163,19 +163,19 @@ class RunNotes:
         self._record: RunRecord | None = None
         self._threads: list[threading.Thread] = []
         self._close_seconds = CLOSE_SECONDS
-        self.began: VersionId | None = None
-        """The version of this job that the run restores; None: it begins without one."""
+        self.started_from: VersionId | None = None
+        """The version of this job that the run restores; None: it starts without one."""
         self.fork = ""
-        """The version of another job that the run begins from; empty: none."""
+        """The version of another job that the run starts from; empty: none."""
 
     def write(self, run_id: str, generation: int) -> None:
-        """Note that a run began. Raises nothing: a failure is reported."""
+        """Note that a run started. Raises nothing: a failure is reported."""
         if not (self._config.run_records and (self._config.uses(LOCAL) or self._far)):
             return
         self._record = RunRecord(
             run_id=run_id,
             generation=generation,
-            began=self.began,
+            started_from=self.started_from,
             fork=_whole(self.fork),
             started_seconds=time.time(),
             ranks=self._ranks,
@@ -186,17 +186,17 @@ class RunNotes:
             persistent=self._config.persistent.path if self._config.uses(PERSISTENT) else "",
             **facts_here(self._config.node),
         )
-        self._begin(None, self._config.uses(LOCAL) and self._is_first, self._far)
+        self._write_record(None, self._config.uses(LOCAL) and self._is_first, self._far)
 
     def end(self, asked: str, abandoned: bool, version: int) -> None:
-        """Note that the run ends, and how; only once, and only if its beginning was noted. Raises
+        """Note that the run ends, and how; only once, and only if its start was noted. Raises
         nothing. For `asked` and `abandoned` see `end_reason`."""
         if self._record is None:
             return
         reason, failed = end_reason(asked, abandoned)
         end = RunEnd(self._record.run_id, time.time(), reason, self._rank, failed, version)
         local = self._config.uses(LOCAL) and (self._is_first or failed)
-        self._begin(end, local, self._far and not (failed and local))
+        self._write_record(end, local, self._far and not (failed and local))
         self._record = None
         self._close_seconds = ERROR_SECONDS if failed else CLOSE_SECONDS
 
@@ -204,7 +204,7 @@ class RunNotes:
     def _far(self) -> bool:
         return self._config.uses(PERSISTENT) and self._rank == 0
 
-    def _begin(self, end: RunEnd | None, local: bool, far: bool) -> None:
+    def _write_record(self, end: RunEnd | None, local: bool, far: bool) -> None:
         if self._record is None or not (local or far):
             return
         self._threads = [each for each in self._threads if each.is_alive()]

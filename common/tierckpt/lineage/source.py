@@ -71,7 +71,7 @@ __all__ = [
 
 
 TRIES = 5
-"""Attempts to read a version from the memory of a job that goes on writing."""
+"""Attempts to read a version from the memory of a running job."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Wanted:
     exactly: VersionId | None = None
     """Of several versions with that number, the one that a record names."""
     run_id: str = ""
-    """The run that wrote that one: a job that is trained again under the same path has others."""
+    """The run that wrote that one: a job trained again under the same path has others."""
     cancel: str = ""
     """The commands that take that record back, for messages."""
     kept: tuple[str, ...] = ()
@@ -106,20 +106,20 @@ class SourceLook:
     facts: dict[VersionId, VersionFacts] = field(default_factory=dict)
     suspects: dict[VersionId, str] = field(default_factory=dict)
     unseen: list[str] = field(default_factory=list)
-    """Places that could not be read, and data of a newer format, in words."""
+    """Places that could not be read, and data of a newer format, as text."""
 
     def choose(self, wanted: Wanted, clean: bool) -> VersionId:
-        """The version that is wanted: without a number, the newest that is complete, with `clean`
-        the newest that is not suspect, if there is one. Raises RestoreError without it."""
+        """The wanted version: without a number, the newest complete one, with `clean` the newest
+        one not suspect, if any. Raises RestoreError without it."""
         avoid = self.suspects.keys() if clean and wanted.version is None else ()
         if (exactly := wanted.exactly) is not None:
             others = self.facts.keys() - {exactly}
             if exactly in self.facts and self.candidates.plan(exactly.version, others):
                 return exactly
             raise RestoreError(
-                f"{exactly} of {wanted.path} is not there any more, and this job is to begin from "
+                f"{exactly} of {wanted.path} is not there any more, and this job is to start from "
                 "it. Nothing was changed",
-                f"To begin from another version: {wanted.cancel}",
+                f"To start from another version: {wanted.cancel}",
             )
         plan = self.candidates.plan(wanted.version, avoid) or self.candidates.plan(wanted.version)
         if self.unseen and (plan is None or wanted.version is None):
@@ -159,7 +159,7 @@ class SourceReader:
         return path if is_url(path) else os.path.realpath(path.replace("{node}", self._config.here))
 
     def survey(self, path: str, kept: Sequence[str] = ()) -> Survey:
-        """What this process sees of another job, whose memory is where this job's is. With
+        """What this process sees of another job, with its memory where this job's is. With
         `{node}`, it sees the folders of all nodes that are here: those of the source may have other
         names than this job's. Raises MissingPathError if neither `path` nor `kept` is there."""
         from tierckpt.offline.survey import MissingPathError, survey
@@ -295,25 +295,25 @@ def _not_read(id_: VersionId, wanted: Wanted, look: SourceLook) -> RestoreError:
     what = f"{id_} of {wanted.path} could not be read"
     if not bad:
         return RestoreError(
-            f"{what}: its source went on writing. Nothing was changed",
-            "Repeat it, or choose a version that is on disk (tierckpt list)",
+            f"{what}: its source continued to write. Nothing was changed",
+            "Repeat it, or choose a version on disk (tierckpt list)",
         )
     plan = look.candidates.plan(avoid={id_})
     other = f"{wanted.path}@v{plan.id.version} is complete" if plan else "none is complete there"
     first = f". First: {wanted.cancel}" if wanted.cancel else ""
     return RestoreError(
-        f"{what}: {some(bad)}. Nothing was changed", f"Begin from another version: {other}{first}"
+        f"{what}: {some(bad)}. Nothing was changed", f"Start from another version: {other}{first}"
     )
 
 
 def _nothing_there(wanted: Wanted, missing: str) -> RestoreError:
     if wanted.cancel:
         return RestoreError(
-            f"this job is to begin from {wanted.name}, and {missing}. Nothing was changed",
-            f"Bring it back; or, to begin from another version: {wanted.cancel}",
+            f"this job is to start from {wanted.name}, and {missing}. Nothing was changed",
+            f"Bring it back; or, to start from another version: {wanted.cancel}",
         )
     number = "After the last @ comes the number of a version" if "@" in wanted.path else ""
-    return RestoreError(f"there is nothing to begin from: {missing}. Nothing was changed", number)
+    return RestoreError(f"there is nothing to start from: {missing}. Nothing was changed", number)
 
 
 def _copied(image: ShardImage) -> ShardImage:
@@ -354,11 +354,11 @@ def encoded_in(here: Survey, id_: VersionId, place: str) -> bool:
 IN_MEMORY = "it is in memory alone, where its job overwrites it"
 """The reason why a version cannot be held, of those for which there is a remedy of its own."""
 CLOSE_SECONDS = 10.0
-"""Time that the end of the job waits for a hold that is being ended."""
+"""Time that the end of the job waits for the end of a hold."""
 
 
 def new_origin(source: str, facts: VersionFacts, path: str, parts: tuple[str, ...] = ()) -> Origin:
-    """The origin of a job with that path, which begins from a version of `source`."""
+    """The origin of a job with that path, which starts from a version of `source`."""
     name = fork_name(socket.gethostname(), path, source, facts.id, facts.run_id)
     return Origin(source, facts.id, facts.run_id, facts.job, name, parts, time.time())
 
@@ -381,13 +381,13 @@ class OwnMarks:
         self._allowed = order_here() is None
         """False in `tierckpt prove`, which changes nothing of the user's."""
         self.needs: Origin | None = None
-        """The origin whose version is held for this job."""
+        """The origin with its version held for this job."""
         self.recorded: dict[str, Origin] = {}
         """The records that `orders` found, by place."""
         self._held_at: list[str] = []
         """Places where this process has set a hold."""
         self._unheld = False
-        """The version that this process begins from cannot be held: it is in memory alone."""
+        """The version that this process starts from cannot be held: it is in memory alone."""
         self._noted_at: list[str] = []
         """Directories where this process is to note the fork, as there was nothing to hold."""
         self._thread: threading.Thread | None = None
@@ -409,7 +409,7 @@ class OwnMarks:
         except FileNotFoundError:
             pass
         except (CorruptShardError, FormatError) as error:
-            trouble = f"the version that this job is to begin from is unknown: {error}"
+            trouble = f"the version that this job is to start from is unknown: {error}"
         except Exception as error:  # a client's own errors, too
             trouble = f"the record of this job's origin cannot be read: {error}"
         seen = self._group.all_gather_object((found, text, trouble))
@@ -417,12 +417,12 @@ class OwnMarks:
             place = shlex.quote(self._config.path)
             raise RestoreError(
                 troubles[0],
-                f"To begin without it: tierckpt fork --cancel {place}; then order the fork again, "
+                f"To start without it: tierckpt fork --cancel {place}; then order the fork again, "
                 "if there is to be one",
             )
         if len({text for _, text, _ in seen}) > 1:
             texts = some([repr(text) for _, text, _ in seen])
-            raise RestoreError(f"the ranks are to begin from different versions: {texts}")
+            raise RestoreError(f"the ranks are to start from different versions: {texts}")
         self.recorded = {place: each for theirs, *_ in seen for place, each in theirs.items()}
         return next(iter(self.recorded.values()), None), text
 
@@ -490,7 +490,7 @@ class OwnMarks:
         return found + ([directory_of(far)] if far and not is_url(far) else [])
 
     def end_hold(self, origin: Origin) -> None:
-        """Remove the marks of a fork that did not begin. Not collective; raises nothing."""
+        """Remove the marks of a fork that did not start. Not collective; raises nothing."""
         with contextlib.suppress(Exception):
             for place in self._held_at:
                 with self._opened(place) as opened:
@@ -549,7 +549,7 @@ class OwnMarks:
 
     def has_versions(self) -> None:
         """This start found versions of the job: look whether an earlier one left a hold, and
-        whether the job began where the setting says. Not collective."""
+        whether the job started where the setting says. Not collective."""
         with contextlib.suppress(Exception):
             for place in self._own_places():
                 origin = OriginFile(place).read() or self._from_afar(OriginFile(place))
@@ -646,7 +646,7 @@ class OwnMarks:
 
 
 def _folders_of(here: Survey, id_: VersionId) -> list[str]:
-    """Directories of a job whose version is in memory alone; if it has none, its folder there."""
+    """Directories of a job with a version in memory alone; if it has none, its folder there."""
     used = {copy.place.where for copy in here.copies if copy.place.level == LOCAL}
     found = sorted(used - {*filter(is_kept, used)}) or [*map(str, here.directories)]
     in_memory = (c.place for c in here.copies if c.key.id == id_ and c.place.level == MEMORY)

@@ -110,7 +110,7 @@ class _Runs:
         """Add the runs with a record at one place, and their ends."""
         for record in found.records:
             node = self._node(record.generation, record.run_id)
-            node.record, node.began = record, record.began
+            node.record, node.started_from = record, record.started_from
             end = found.ends.get(record.run_id)
             if end and (node.end is None or _cause(end) < _cause(node.end)):
                 node.end = end
@@ -135,18 +135,18 @@ class _Runs:
         return noted[-1] if noted else load_config().best
 
     def add_lineages(self) -> None:
-        """Add runs that are known only as ancestors, and what runs without a record began with."""
+        """Add runs that are known only as ancestors, and what runs without a record restored."""
         for lineage in sorted({copy.facts.lineage for copy in self._there.copies}):
             before = 0
             for generation, version in lineage:
                 node = self.of(generation)
-                known = node.record or node.began or node.generation != generation
+                known = node.record or node.started_from or node.generation != generation
                 if before and version and not known:
-                    node.began = VersionId(before, version)
+                    node.started_from = VersionId(before, version)
                 before = generation
 
     def of(self, generation: int) -> RunNode:
-        """The run whose versions have this generation: of several, the last one, as it started
+        """The run with versions of this generation: of several, the last one, as it started
         when the others had left nothing."""
         if not self._nodes.get(generation):
             return self._node(generation, "")
@@ -162,8 +162,8 @@ class _Runs:
         roots, found = list[RunNode](), self._in_order()
         for node in found:
             parent = None
-            if node.began and node.began.generation in self._nodes:
-                parent = self.of(node.began.generation)
+            if node.started_from and node.started_from.generation in self._nodes:
+                parent = self.of(node.started_from.generation)
             is_root = parent is None or parent.order >= node.order
             (roots if parent is None or is_root else parent.runs).append(node)
         if found and self._there.living and found[-1].end is None:

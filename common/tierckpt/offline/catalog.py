@@ -102,7 +102,7 @@ def rows_of(there: Survey) -> list[Row]:
     there = without_bare(there)
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
     lineages = {copy.key.id: copy.facts.lineage for copy in own}
-    past = newest_lineage(lineages, there.begins_at)
+    past = newest_lineage(lineages, there.next_run)
     taken = there.plan()
     rows = dict(_counted(there))
     for (id_, run_id, _, level), row in rows.items():
@@ -144,7 +144,7 @@ def complete_versions(there: Survey, path: str, run: int | None = None) -> dict[
     refuse_several_jobs(there, path)
     parts = by_version(without_bare(there))
     lineages = {id_: part.copies[0].facts.lineage for id_, part in parts.items()}
-    past = newest_lineage(lineages, there.begins_at)
+    past = newest_lineage(lineages, there.next_run)
     if run is not None:
         past = _lineage_of(run, lineages.values(), path)
     newest = there.generation if run is None else run

@@ -5,7 +5,7 @@ pure, except that the versions read on demand. Apart from the versions, memory h
 megabytes.
 
 `history` is `tierckpt.history`: chosen tensors of many versions, one version after the other.
-`choose` finds the versions of a path that somebody asked for, and what may be missing among them.
+`choose` finds the wanted versions of a path, and what may be missing among them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Numbers:
     norm: float | None = None
     """Euclidean norm of b - a."""
     norm_relative: float | None = None
-    """The norm divided by the norm of a; None if that is 0."""
+    """The norm divided by the norm of a; None if it is 0."""
     norm_b: float | None = None
     """Euclidean norm of b."""
     nans: tuple[int, int] = (0, 0)
@@ -323,7 +323,7 @@ MAX_SHOWN = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """The versions that somebody asked for."""
+    """The wanted versions."""
 
     every: int | None = None
     first: int | None = None
@@ -434,9 +434,9 @@ def history(
 
     A tensor is read when it is looked up, and nothing else is: of each shard the header, and the
     blocks that contain the tensor, each compared with its checksum before use. This holds for every
-    level, a store included, and needs neither the job nor a GPU. The versions are those of the
-    lineage that a restart goes on with, and that are complete; `Checkpointer.pin` and the settings
-    `local_keep_every` and `persistent_keep_every` decide which exist.
+    level, a store included, and needs neither the job nor a GPU. The versions are the complete ones
+    of the lineage that a restart continues; `Checkpointer.pin` and the settings `local_keep_every`
+    and `persistent_keep_every` decide which exist.
 
     A warning names what was asked for and is not there: versions that exist and cannot be read,
     patterns without a tensor in the first version, and the versions that there are if none is
@@ -462,7 +462,7 @@ def history(
 class History:
     """The versions that `tierckpt.history` found. `len` is their number.
 
-    Each iteration begins at the oldest one. It closes a version before it opens the next one, so
+    Each iteration starts at the oldest one. It closes a version before it opens the next one, so
     memory holds the tensors of one version, if the caller keeps no others. A version that the job
     retires in the meantime is skipped. One thread.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.manifest import digest
 from tierckpt.state.tree_codec import (
@@ -50,7 +50,7 @@ Leaf = Any
 
 @dataclass(frozen=True)
 class Kind:
-    """A leaf: the class of a value that is not torch's. Its contents are leaves, too."""
+    """A leaf: the class of a value, not torch's. Its contents are leaves, too."""
 
     name: str
     size: tuple[int, ...] | None = None
@@ -59,8 +59,7 @@ class Kind:
 
 def leaves_of(tree: Mapping[str, Any]) -> dict[str, Leaf]:
     """Leaves of a rank tree from `tree_codec.decode`. Optimizer options are `options/...`;
-    optimizer state that is not a tensor is named like the optimizer's tensors; a generator is one
-    leaf."""
+    other optimizer state is named like the optimizer's tensors; a generator is one leaf."""
     found: dict[str, Leaf] = {}
     for kind, state in tree.get("rng", {}).items():
         named = {f"rng/cuda[{i}]": each for i, each in enumerate(state)} if kind == "cuda" else {}
@@ -153,7 +152,7 @@ def shown_leaf(leaf: Leaf) -> str:
 
 
 def fingerprint(leaf: Leaf) -> str:
-    """A short text that is equal only for equal leaves; a plain value is shown itself."""
+    """A short text, equal only for equal leaves; a plain value is shown itself."""
     kind, data = bits_of(leaf)
     plain = isinstance(leaf, bool | int | float | str | None)
     text = shown_leaf(leaf) if plain else ""
@@ -194,7 +193,7 @@ def import_named(modules: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # a module may raise anything on import
-            why = in_words(error)
+            why = error_text(error)
             raise ConfigError(
                 f"--import {name}: {why}. Add the folders of your own modules to PYTHONPATH"
             ) from error

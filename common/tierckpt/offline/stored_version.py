@@ -112,7 +112,7 @@ def load(
 ) -> Saved:
     """Read a checkpoint without a job: to evaluate it, to start from its weights, to inspect it.
 
-    The default is the version that a restart takes: the newest one that is complete and sound.
+    The default is the version that a restart takes: the newest complete and sound one.
     Nothing is changed, and no pickle is read. One process; any number of ranks may have made it.
 
     Args:
@@ -124,7 +124,7 @@ def load(
         as_parts: if the class of a value (a member of an Enum, a named tuple, a tensor made of
             tensors) is not imported here, put a `tierckpt.state.tree_codec.ForeignValue` in its
             place, with the name of the class and the parts of the value.
-        progress: show a bar on standard error; None: if that is a terminal.
+        progress: show a bar on standard error; None: on a terminal.
 
     Raises RestoreError if there is no such version, complete and sound, or, without `as_parts`, if
     it has values of classes that are not imported here; ConfigError for an invalid path.
@@ -180,7 +180,7 @@ def _load(
 
 
 def version_to_read(there: Survey, version: int | None) -> int | None:
-    """Leave out what cannot be read from here. Return the version that is asked for, by `version`
+    """Leave out what cannot be read from here. Return the version asked for, by `version`
     or else by a request to go back; None for the newest. Raises RestoreError as `refuse_newer`."""
     leave_out_memory(there)
     if version is not None:
@@ -191,7 +191,7 @@ def version_to_read(there: Survey, version: int | None) -> int | None:
 
 def candidates_of(there: Survey) -> Candidates:
     """Return the copies of a survey, for `find`. A version that was given up counts, too."""
-    return Candidates([there.found], [there.parities], began=there.began_last, abandoned=True)
+    return Candidates([there.found], [there.parities], rollback=there.rollback_run, abandoned=True)
 
 
 def refuse_newer(there: Survey) -> None:
@@ -246,7 +246,7 @@ def nothing(
 
 
 def text_of(path: Where | Sequence[Where]) -> str:
-    """The places in words."""
+    """The places, as text."""
     if isinstance(path, str) or not isinstance(path, Sequence):
         return str(path)
     return ", ".join(map(str, path))
@@ -274,7 +274,7 @@ class _Reading:
                 f"{attempt.plan.id} is incomplete: {'; '.join(contents.missing[:4])}"
             )
         attempt.broadcaster.make_room(contents.outlines)
-        attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+        attempt.progress.start_phase(f"loading v{attempt.plan.id.version}", attempt.nbytes)
         attempt.visit(self._take, self._filler.wants)
         if attempt.trouble:
             raise RestoreError(f"{attempt.plan.id} could not be read completely: {attempt.trouble}")
@@ -428,8 +428,8 @@ class Shard:
         self._most_kept = kept_blocks
         self.manifest: Manifest = image.manifest
         self.header: ShardHeader = check_header(image)
-        begin = self.header.header_bytes
-        self._offsets = list(accumulate(self.header.block_bytes, initial=begin))
+        start = self.header.header_bytes
+        self._offsets = list(accumulate(self.header.block_bytes, initial=start))
         self._kept: OrderedDict[int, bytes] = OrderedDict()
 
     def block(self, number: int) -> bytes:
@@ -483,11 +483,11 @@ class Shard:
             self.copy(number, low, into, self.block(number))
 
     def copy(self, number: int, low: int, into: np.ndarray, block: bytes) -> None:
-        """Put the part of a block into `into`, which begins at the shard's byte `low`."""
-        begin = max(low, self._offsets[number])
+        """Put the part of a block into `into`, which starts at the shard's byte `low`."""
+        start = max(low, self._offsets[number])
         end = min(low + len(into), self._offsets[number + 1])
-        part = np.frombuffer(block, np.uint8, end - begin, begin - self._offsets[number])
-        into[begin - low : end - low] = part
+        part = np.frombuffer(block, np.uint8, end - start, start - self._offsets[number])
+        into[start - low : end - low] = part
 
     def blocks(self, low: int, high: int) -> range:
         """The blocks that contain these bytes."""
@@ -506,9 +506,9 @@ class Shard:
 
     def windows(self, low: int, high: int) -> Iterator[bytes]:
         """These bytes in order, in parts. Raises CorruptShardError, OSError."""
-        for begin in range(low, high, WINDOW_BYTES):
-            part = np.empty(min(WINDOW_BYTES, high - begin), np.uint8)
-            self.read(begin, part)
+        for start in range(low, high, WINDOW_BYTES):
+            part = np.empty(min(WINDOW_BYTES, high - start), np.uint8)
+            self.read(start, part)
             yield part.tobytes()
 
     def tree_part(self, low: int, high: int) -> bytes:
@@ -678,12 +678,12 @@ class StoredVersion:
         return files_at_end(shard.manifest.rank_state_bytes, shard.tree_part)
 
     def tree_covering(self, rank: int) -> object:
-        """A value that is equal for equal trees."""
+        """A value, equal for equal trees."""
         shard = self.shards[rank]
         return shard.manifest.rank_state_bytes, shard.covering(*shard.tree_range())[1]
 
     def text(self) -> str:
-        """The version in words."""
+        """The version, as text."""
         ranks = f"{len(self.shards)} rank{'s' if self.shards[1:] else ''}"
         where = " and ".join(self.levels)
         at = f"v{self.manifest.id.version}, iteration {self.manifest.facts.iteration}"

@@ -85,9 +85,8 @@ class MissingPathError(ConfigError):
 
 def folders_of(path: str, unseen: list[Problem]) -> list[Path]:
     """The directories that a path means: itself, and those in it that are a node's; in a folder
-    that is no job's own place also those that are a persistent level, or may have a job in memory
-    alone. Adds unreadable ones to
-    `unseen`. Raises MissingPathError if the path does not exist."""
+    other than a job's own place also those that are a persistent level, or may have a job in memory
+    alone. Adds unreadable ones to `unseen`. Raises MissingPathError if the path does not exist."""
     if NODE in path:
         return _named_after_nodes(path, unseen)
     folder = Path(path)
@@ -163,7 +162,7 @@ def _named_after_nodes(path: str, unseen: list[Problem]) -> list[Path]:
 
 def beside(path: str, job: str) -> list[str]:
     """Sentences about newer versions of the same job in other nodes' folders, if `path` is a
-    node's. `job`: its id, if that is set."""
+    node's. `job`: its id, if set."""
     if NODE in path:
         return []
     parent, node = os.path.split(os.path.abspath(path))
@@ -241,12 +240,12 @@ class Survey:
     rollbacks: list[Rollback] = field(default_factory=list)
     """Records of runs that went back."""
     origins: list[Origin] = field(default_factory=list)
-    """Records of the version of another job that this one began from."""
+    """Records of the version of another job that this one started from."""
     children: list[tuple[str, Child]] = field(default_factory=list)
-    """Marks of forks that began from versions here, each with its level."""
+    """Marks of forks that started from versions here, each with its level."""
     bad_notes: list[Problem] = field(default_factory=list)
     """Records of origins that cannot be read. No version needs them, but a job without versions
-    does not begin."""
+    does not start."""
     runs: dict[str, set[str]] = field(default_factory=dict)
     """Names of the runs with a record, by directory."""
     manifests: dict[tuple[str, VersionName], VersionManifest] = field(default_factory=dict)
@@ -257,7 +256,7 @@ class Survey:
     memory: list[str] = field(default_factory=list)
     """Folders in this machine's memory that were searched."""
     beside: list[str] = field(default_factory=list)
-    """Folders of other nodes with newer versions, and how to include them, in words."""
+    """Folders of other nodes with newer versions, and how to include them, as text."""
     directories: list[Path] = field(default_factory=list)
     """Directories that were searched for files of the local level."""
     claims: dict[str, list[str]] = field(default_factory=dict)
@@ -283,7 +282,7 @@ class Survey:
             [found],
             version=version,
             parities=[self.parities],
-            began=self.began_last,
+            rollback=self.rollback_run,
             abandoned=abandoned,
         )
 
@@ -298,21 +297,21 @@ class Survey:
         return merged_rollbacks(self.rollbacks)
 
     @property
-    def began_last(self) -> tuple[int, int]:
+    def rollback_run(self) -> tuple[int, int]:
         """The entry in the lineage of the last run that went back."""
         return self.record.entry if self.record else NO_RUN
 
     @property
-    def begins_at(self) -> tuple[int, int]:
+    def next_run(self) -> tuple[int, int]:
         """The entry in the lineage of the next run if there is a request, else of the last run that
         went back."""
         request = self.request
-        return (self.generation + 1, request.version) if request else self.began_last
+        return (self.generation + 1, request.version) if request else self.rollback_run
 
     @property
     def generation(self) -> int:
         """The newest generation seen; 0 without any."""
-        return max([0, self.began_last[0], *(copy.key.id.generation for copy in self.copies)])
+        return max([0, self.rollback_run[0], *(copy.key.id.generation for copy in self.copies)])
 
     def is_elsewhere(self, place: Location) -> bool:
         """Whether this is memory that no restart from these places sees."""
@@ -334,7 +333,7 @@ class Survey:
         """Sentences about everything that could not be read."""
         found = dict[tuple[str, str], str]()
         for each in (*self.unseen, *self.problems, *self.bad_notes):
-            place, named, why = _whole(each.place.where), *_parted(each.why)
+            place, named, why = _whole(each.place.where), *_split_reason(each.why)
             why = why if _whole(named) == place else each.why
             # A directory may have been seen as two levels, under two names.
             found.setdefault((place, why), f"{each.place.where}: {why}")
@@ -345,8 +344,8 @@ def _whole(place: str) -> str:
     return place if is_url(place) or answers.is_silent(place) else os.path.realpath(place)
 
 
-def _parted(why: str) -> tuple[str, str]:
-    """The place that a reason begins with, and the rest."""
+def _split_reason(why: str) -> tuple[str, str]:
+    """The place that a reason starts with, and the rest."""
     place, _, rest = why.partition(": ")
     return place, rest
 
@@ -470,7 +469,7 @@ def _look_at_forks(place: Place, at: Location, there: Survey) -> None:
         try:
             origin = OriginFile(place).read()
         except (CorruptShardError, FormatError) as error:
-            why = f"{error}: the record of the version that this job begins from"
+            why = f"{error}: the record of the version that this job starts from"
             there.bad_notes.append(Problem(at, why))
         else:
             there.origins += [origin] if origin else []
@@ -630,7 +629,7 @@ def hint_of(path: str, there: Survey) -> str:
     source = source_of(path)
     if source.version is not None:
         text = f"only a fork's source takes @v{source.version} after it; give {source.path}"
-        return f"{text}, if that is what you mean"
+        return f"{text}, if you mean that"
     with suppress(Exception), closing(there.open_store(path)) as store:
         folders = [name.rstrip("/") for name in store.notes() if name.endswith("/")]
         return _below([f"{path.rstrip('/')}/{name}" for name in folders if name != RUNS])

@@ -9,8 +9,8 @@ executes the plans. Each module builds on the ones before it:
 - `parity_file`: the parity file on disk;
 - `windows`: windows, received straight into their final memory; lost shards, computed from the
   surviving ones, without a transport;
-- `exchange`: one version of one group: meet, process the windows, commit; the member that is the
-  cause when one waits for another in vain.
+- `exchange`: one version of one group: meet, process the windows, commit; the cause when one member
+  waits for another for too long.
 
     transport = Transport(secret, own_host)                       # one for an agent and run
     Exchange(transport, party, shard, store).run()                # one for a version and rank

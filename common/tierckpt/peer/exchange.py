@@ -5,7 +5,7 @@ There is no coordinator and no collective: every member runs the same steps, and
 A `Party` is a redundancy group, and the addresses of its members' agents.
 
 1. *Meet.* Each member connects to all others and sends its shard's manifest. Another member
-answers with its own manifest once it has begun the same version, so this step waits for trainers
+answers with its own manifest once it has started the same version, so this step waits for trainers
 that seal later.
 
 2. *Process* the windows (`windows`). A slow member slows its neighbours, through TCP.
@@ -22,7 +22,7 @@ leaves no trace of the version; earlier versions stay. The exchange is not repea
 joins later receives the reason. A failed device costs its own member's parity only: that member
 continues to serve the others. In step 4 each member commits or fails by itself.
 
-A member begins the versions of a group in order. So when it is asked to join an older version than
+A member starts the versions of a group in order. So when it is asked to join an older version than
 its latest, it knows that it has skipped that version, and refuses. Several versions may be in
 progress at once.
 
@@ -30,7 +30,7 @@ The connection identifies a message: it serves one exchange at a time, and `join
 group and purpose. Another run has another secret. A member that was killed and joins again has
 another `attempt`, which ends the exchange at the others: they have to start again as well.
 
-`Blame` finds the member that is the cause, when a member waits for another in vain. All members
+`Blame` finds the member at fault, when one waits for another for too long. All members
 become silent together when one hangs. So a silent member is asked, before it is blamed, which
 members it waits for itself. Only the members that wait for the hanging one give up by themselves;
 their last message names it to the others.
@@ -48,7 +48,7 @@ from functools import partial
 from typing import Any
 
 from tierckpt import _faults
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.erasure.codes import Stripes, plan_member, plan_rebuild
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.erasure.parity_manifest import ParityManifest
@@ -106,7 +106,7 @@ class Blame:
         """`host`: this member's exchange."""
         self._transport, self._host, self._party = transport, host, party
         self._replies: dict[int, str] = {}
-        """The last answers, in words, by member."""
+        """The last answers, as text, by member."""
 
     def excuse(self, member: int, silent_seconds: float) -> bool:
         """Ask a silent member before it is blamed; True if it gets `stall_seconds` more.
@@ -279,9 +279,9 @@ class Exchange:
         """Enter the member's exchange, with retries while it cannot be reached. The limit is
         shorter when the previous exchange could not reach it either."""
         transport, address = self._transport, self._party.addresses[member]
-        limits, begin, doubted = transport.limits, time.monotonic(), transport.doubts(address)
+        limits, start, doubted = transport.limits, time.monotonic(), transport.doubts(address)
         while True:
-            reach_before = min(deadline, begin + limits.again_seconds) if doubted else deadline
+            reach_before = min(deadline, start + limits.again_seconds) if doubted else deadline
             try:
                 return self._try_to_join(member, reach_before, deadline)
             except (RefusedError, ExchangeCancelledError):
@@ -294,7 +294,7 @@ class Exchange:
                     transport.doubt(address)
                     limit = limits.again_seconds if doubted else limits.join_seconds
                     raise PeerError(
-                        f"{self._party.name(member)} did not begin {self.id} within {limit:g} s: "
+                        f"{self._party.name(member)} did not start {self.id} within {limit:g} s: "
                         f"{error}",
                         member,
                     ) from error
@@ -357,7 +357,7 @@ class Exchange:
                 raise PeerError(f"{link.peer} gave up: {frame.get('why', frame)}", source)
             self._inbox.end(source)
         except (PeerError, KeyError, TypeError, ValueError) as error:
-            text = f"{link.peer} sent an invalid message: {in_words(error)}"
+            text = f"{link.peer} sent an invalid message: {error_text(error)}"
             text = str(error) if isinstance(error, PeerError) else text
             self._fail(PeerError(text, source))
             link.send_now({"op": "failed", "why": text[:MAX_TEXT]})
@@ -483,9 +483,9 @@ class Exchange:
         return f"{self.id} of the group of ranks {', '.join(map(str, self._party.group.ranks))}"
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         done = work()
-        self._report.seconds[name] = time.perf_counter() - begin
+        self._report.seconds[name] = time.perf_counter() - start
         return done
 
     def _fault(self, operation: str) -> None:

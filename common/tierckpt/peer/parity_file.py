@@ -25,7 +25,7 @@ Read = Callable[[int, memoryview], None]
 class ParityWriter:
     """Writes parity window by window, the segments in any order, and digests it on the way.
 
-    Blocks are counted from the beginning of the file, windows from the beginning of a segment, so a
+    Blocks are counted from the start of the file, windows from the start of a segment, so a
     block may arrive in parts. Parts are kept in memory: at most two for each segment.
     """
 

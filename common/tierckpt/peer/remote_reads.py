@@ -57,8 +57,8 @@ class ReadServer:
         self._job = job or self._job
 
     def list(self) -> bytes:
-        """Encode an inventory of this node for `listed`, with all problems. A shard that is both in
-        memory and on disk is listed twice: one of the copies may be damaged."""
+        """Encode an inventory of this node for `listed`, with all problems. A shard both in memory
+        and on disk is listed twice: one of the copies may be damaged."""
         self.asked_at = time.monotonic()
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
         lock_shared_again()
@@ -237,9 +237,8 @@ STALL_SECONDS = 10.0
 class RemoteNode:
     """One connection to a node's agent, made when needed. Any thread; one call at a time.
 
-    Methods raise ConnectionError when the agent cannot be reached, FileNotFoundError for a shard
-    that is not there, EOFError for one that is truncated, OSError for one that the node cannot
-    read.
+    Methods raise ConnectionError when the agent cannot be reached, FileNotFoundError for a missing
+    shard, EOFError for a truncated one, OSError for one that the node cannot read.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
 from tierckpt.format.ids import VersionId
 
@@ -38,7 +38,7 @@ from .wire import HELLO_SECONDS, MAX_TEXT, Address, Link, admit, greet, reach
 MAX_UNVERIFIED = 64
 """Limit of connections that have not yet proved that they know the secret; more are closed."""
 LOOK_SECONDS = 0.2
-"""Interval of checks while a member waits for an exchange to begin."""
+"""Interval of checks while a member waits for an exchange to start."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Limits:
     """Time limits of waiting for a peer."""
 
     join_seconds: float = 60.0
-    """Limit for the other members to begin the same version: their trainers may seal later."""
+    """Limit for the other members to start the same version: their trainers may seal later."""
     stall_seconds: float = 30.0
-    """Limit without a byte of progress, once the exchange has begun."""
+    """Limit without a byte of progress, once the exchange has started."""
     again_seconds: float = 10.0
     """Limit to reach an agent that the previous exchange could not reach. Once the agent is
     reached, its trainer has `join_seconds`, as any other."""
@@ -297,7 +297,7 @@ class Transport:
             if operation == "join":
                 record = link.receive_record(head)
                 if not met:
-                    link.send({"op": "refused", "why": "another run of the job has begun here"})
+                    link.send({"op": "refused", "why": "another run of the job has started here"})
                 elif host := self._await_host(link, head):
                     host.attend(link, head, record)
             elif operation == "list":
@@ -315,7 +315,7 @@ class Transport:
                 raise PeerError(f"{link.peer} sent the unknown request {operation!r}")
         except (OSError, KeyError, TypeError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
-            link.send({"error": in_words(error)[:MAX_TEXT], "gone": gone})
+            link.send({"error": error_text(error)[:MAX_TEXT], "gone": gone})
 
     def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
         member = int(head["to"])
@@ -329,7 +329,7 @@ class Transport:
         return why if over == _version_of(head) else None
 
     def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
-        """Wait for the exchange in question to begin here. None, with an answer sent, when it never
+        """Wait for the exchange in question to start here. None, with an answer sent, when it never
         will."""
         tag, member = str(head["tag"]), int(head["to"])
         asked = _version_of(head)
@@ -345,7 +345,7 @@ class Transport:
                     return None
                 if self._closing or time.monotonic() > deadline or not link.idle():
                     raise PeerError(
-                        f"{link.peer} asked for the exchange of {asked}, which did not begin here"
+                        f"{link.peer} asked for the exchange of {asked}, which did not start here"
                     )
                 self._changed.wait(LOOK_SECONDS)
             return self._hosts[tag, member]

@@ -3,7 +3,7 @@
 `Inbox` holds the messages that one exchange receives from the other members, written straight to
 their memory. The exchange's thread offers memory for the messages in its plan, and waits for them.
 Each incoming connection has its own thread, which reads a message only when there is memory for
-it: a member that is ahead blocks in its own `send`, and nothing accumulates here.
+it: a member ahead blocks in its own `send`, and nothing accumulates here.
 
 `WindowLoop` is one member's loop over the windows of an exchange. Members cannot deadlock. In step
 i a member has offered memory for all messages of the windows i to i + AHEAD before it waits for
@@ -62,7 +62,7 @@ class Inbox:
         self._excuse = excuse
         self.stall_seconds = stall_seconds
         self.waiting_for: frozenset[int] = frozenset()
-        """Members whose messages `wait` is waiting for now."""
+        """Members that `wait` is waiting for now."""
         self._changed = threading.Condition()
         self._failure: PeerError | None = None
         self._offered: dict[Message, memoryview] = {}
@@ -135,7 +135,7 @@ class Inbox:
         """The member has sent everything, and its shard stayed sealed until then."""
         with self._changed:
             self._ended.add(source)
-            self._links.pop(source, None)  # its connection goes on to serve the next exchange
+            self._links.pop(source, None)  # its connection serves the next exchange
             self._changed.notify_all()
 
     def fail(self, error: PeerError) -> None:
@@ -188,17 +188,17 @@ class Inbox:
     # --- with the condition held ---------------------------------------------------------------
 
     def _wait_for(self, missing: Callable[[], set[int]]) -> None:
-        begin = time.monotonic()
+        start = time.monotonic()
         excused: dict[int, float] = {}
-        while (silent := self._silent(missing, begin, excused)) is not None:
-            seconds = time.monotonic() - max(begin, self._progress.get(silent, begin))
+        while (silent := self._silent(missing, start, excused)) is not None:
+            seconds = time.monotonic() - max(start, self._progress.get(silent, start))
             if not self._excuse(silent, seconds):
                 text = f"{self.names[silent]} sent nothing for {seconds:.3g} s"
                 raise PeerError(text, silent)
             excused[silent] = time.monotonic()
 
     def _silent(
-        self, missing: Callable[[], set[int]], begin: float, excused: Mapping[int, float]
+        self, missing: Callable[[], set[int]], start: float, excused: Mapping[int, float]
     ) -> int | None:
         """Wait for the missing members. Returns None when all are there, or a member that was
         silent for too long."""
@@ -207,7 +207,7 @@ class Inbox:
                 self._check()
                 self.waiting_for = frozenset(sources)
                 since = {
-                    s: max(begin, self._progress.get(s, begin), excused.get(s, begin))
+                    s: max(start, self._progress.get(s, start), excused.get(s, start))
                     for s in sources
                 }
                 slowest = min(sources, key=lambda s: (since[s], s))

@@ -7,8 +7,8 @@ memory: this module holds only the head of a frame.
 The handshake is a challenge and response by HMAC-SHA256 over a secret that all agents of one run
 of the job share (Krawczyk, Bellare and Canetti, 1997): each side proves that it knows the secret,
 on a nonce that the other side chose, before anything else is read. It keeps out port scanners and
-agents of other jobs. It does not encrypt, and does not protect from somebody who can change
-packets in transit; neither do the job's own collectives.
+agents of other jobs. It does not encrypt, and does not protect from changes of packets in transit;
+neither do the job's own collectives.
 
     listener -> {"tierckpt": "peer", "protocol": 1, "nonce": ...}
     caller   -> {"protocol": 1, "nonce": ..., "proof": ...}
@@ -230,19 +230,19 @@ class Link:
                     parts[0] = parts[0][sent:]
 
     def send_now(self, head: dict[str, Any]) -> None:
-        """Send a frame only if that is possible at once, as a last message before `close`."""
+        """Send a frame only if possible at once, as a last message before `close`."""
         with contextlib.suppress(OSError):
             self._socket.send(_head(head, 0))
 
     # --- receiving -----------------------------------------------------------------------------
 
-    def receive(self, begin_seconds: float | None) -> dict[str, Any]:
-        """Head of the next frame; waits at most `begin_seconds` for it to begin (None: no limit).
+    def receive(self, wait_seconds: float | None) -> dict[str, Any]:
+        """Head of the next frame; waits at most `wait_seconds` for it (None: no limit).
 
         Raises PeerError also for bytes that are no valid frame.
         """
         length = bytearray(4)
-        self._fill(memoryview(length), begin_seconds)
+        self._fill(memoryview(length), wait_seconds)
         nbytes = int.from_bytes(length, "big")
         if not 0 < nbytes <= MAX_HEAD_BYTES:
             raise PeerError(f"{self.peer} sent an invalid frame: {bytes(length)!r}")

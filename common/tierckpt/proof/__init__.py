@@ -9,4 +9,4 @@ reports the behaviour that the compared steps did not exercise.
 from __future__ import annotations
 
 WALL_CLOCK = "wall clock"
-"""Key of a value in an object's state that is not compared: times, which differ from run to run."""
+"""Key of a value in an object's state, not compared: times, which differ from run to run."""

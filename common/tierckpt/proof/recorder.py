@@ -54,7 +54,7 @@ __all__ = [
 
 _passes: list[tuple[int, weakref.ref[Any], Any]] = []
 """Number, iterator and length of the passes that may be in progress."""
-_begun = 0
+_started_passes = 0
 
 
 def watch_loaders() -> None:
@@ -75,17 +75,17 @@ def loader_kinds() -> list[Any]:
 
 def _seeing(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     @functools.wraps(original)
-    def begins(loader: Any) -> Iterator[Any]:
-        begun = original(loader)
-        _note(begun, loader)
-        return begun
+    def iterate(loader: Any) -> Iterator[Any]:
+        iterator = original(loader)
+        _note(iterator, loader)
+        return iterator
 
-    begins._tierckpt_sees = True  # type: ignore[attr-defined]
-    return begins
+    iterate._tierckpt_sees = True  # type: ignore[attr-defined]
+    return iterate
 
 
 def _note(iterator: Any, loader: Any) -> None:
-    global _begun
+    global _started_passes
     try:
         ref = weakref.ref(iterator)
     except TypeError:  # the iterator is a list's: its end cannot be seen
@@ -93,10 +93,10 @@ def _note(iterator: Any, loader: Any) -> None:
     length = 0
     with contextlib.suppress(Exception):  # an iterable dataset has no length
         length = len(loader)
-    _begun += 1
+    _started_passes += 1
     # Persistent workers reuse one iterator; a subclass calls its parent's `__iter__`.
     others = [each for each in _passes if each[1]() not in (None, iterator)]
-    _passes[:] = [*others, (_begun, ref, length)]
+    _passes[:] = [*others, (_started_passes, ref, length)]
 
 
 def loaders_under_way() -> list[list[int]]:
@@ -111,7 +111,7 @@ def loaders_under_way() -> list[list[int]]:
 
 ELASTIC = "HOROVOD_ELASTIC"
 DRAINED = "drained-"
-"""Begin of the names of files: one rank's journal is on disk, and it may be killed."""
+"""Start of the names of files: one rank's journal is on disk, and it may be killed."""
 WAIT_SECONDS = 30.0
 """Limit of the wait for other ranks' journals."""
 
@@ -130,7 +130,7 @@ class Recorder(Callbacks):
             order.folder, Path(place).relative_to(order.folder).parts[0], self._rank
         )
         self._armed = order.kill_at is not None and not order.mark.exists()
-        self._begun = 0
+        self._start_version = 0
         self._to_keep = order.keep
         self._has_journal = checkpointer.config.local.journal_steps > 0
         memory = str(checkpointer._resources.job.path)
@@ -146,7 +146,7 @@ class Recorder(Callbacks):
 
     def on_restored(self, restored: Restored) -> None:
         """Record the version that this run starts from."""
-        self._begun = restored.version
+        self._start_version = restored.version
         self._writer.line("restored", version=restored.version)
         if self._has_journal:
             self._writer.line("journal", records=restored.replayed, why=restored.unrepeated)
@@ -192,7 +192,7 @@ class Recorder(Callbacks):
         if not self._armed or version < (self._order.kill_at or 0):
             return
         safe = self._checkpointer._agreement.memory.safe
-        if safe is None or safe.version <= self._begun:
+        if safe is None or safe.version <= self._start_version:
             return
         self._armed = False
         # In an elastic job one rank is killed: with no survivors the job would wait for new hosts.

@@ -76,7 +76,7 @@ class RankRun:
     states: dict[int, State] = field(default_factory=dict)
     """By version."""
     killed: int | None = None
-    """The version at whose boundary it was killed."""
+    """The version of the boundary where it was killed."""
     passes: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """By version, the passes over data loaders in progress at its boundary: by number, batches (0:
     unknown) and batches yielded."""

@@ -119,8 +119,8 @@ def version_in(folder: Path) -> int | None:
 class Bar:
     """The display of one run, used in a `with`."""
 
-    def __init__(self, name: str, begin: int, until: int, console: Console) -> None:
-        self._name, self._begin, self._until, self._console = name, begin, until, console
+    def __init__(self, name: str, start: int, until: int, console: Console) -> None:
+        self._name, self._start, self._until, self._console = name, start, until, console
         self._since = time.monotonic()
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
@@ -132,8 +132,8 @@ class Bar:
             columns = (TextColumn("{task.description:12}"), BarColumn())
             steps = TextColumn("step {task.fields[at]} of {task.fields[until]}")
             self._bar = Progress(*columns, steps, TimeElapsedColumn(), console=self._console)
-            total = self._until - self._begin
-            at, until = self._begin, self._until
+            total = self._until - self._start
+            at, until = self._start, self._until
             self._task = self._bar.add_task(self._name, total=total, at=at, until=until)
             self._bar.start()
         return self
@@ -142,7 +142,7 @@ class Bar:
         """Show that the run has reached this version."""
         if self._bar is not None and self._task is not None and version:
             at = min(version, self._until)  # the end takes one or two steps more
-            self._bar.update(self._task, completed=at - self._begin, at=at)
+            self._bar.update(self._task, completed=at - self._start, at=at)
 
     def __exit__(self, *error: object) -> None:
         seconds = time.monotonic() - self._since
@@ -161,7 +161,7 @@ LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
 """Python's format, perhaps after a launcher's prefix."""
 _REPORT = re.compile(r".*torch/distributed/elastic/multiprocessing/api\.py.* failed \(exitcode")
-"""The last such line begins torchrun's own report: that a rank failed, not why."""
+"""The last such line starts torchrun's own report: that a rank failed, not why."""
 ENVIRONMENT = {
     # Otherwise torchrun lets all starts of a job share one key-value store, and a restarted gloo
     # process may read the address of a dead one.
@@ -184,7 +184,7 @@ class Run:
     """The run is given up after this time without a step."""
     on_step: Callable[[int], None] = lambda version: None
     launches: int = 0
-    log_begins: int = 0
+    log_start: int = 0
     """Position in the log of the newest launch's output. Earlier launches were killed, and say
     so."""
     may_end_early: bool = False
@@ -237,7 +237,7 @@ class Run:
         self.launches += 1
         environment = {**ENVIRONMENT, **os.environ, VARIABLE: str(self.order.folder)}
         with self.log.open("ab") as log:
-            self.log_begins = log.tell()
+            self.log_start = log.tell()
             try:
                 process = subprocess.Popen(
                     self.command,
@@ -294,7 +294,7 @@ class Run:
         return f"{self.name}: the command failed {where} ({ended}); {self._last_lines()}"
 
     def _last_lines(self) -> str:
-        output = self.log.read_bytes()[self.log_begins :]
+        output = self.log.read_bytes()[self.log_start :]
         lines = output.decode(errors="replace").splitlines()
         reports = [number for number, line in enumerate(lines) if _REPORT.match(line)]
         lines = lines[: reports[-1]] if reports else lines

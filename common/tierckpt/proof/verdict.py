@@ -147,7 +147,7 @@ def count_of(run_by_rank: Mapping[int, RankRun], version: int) -> tuple[int, int
 
 
 def description(found: Departure) -> str:
-    """The difference in words."""
+    """The difference, as text."""
     shown = list(found.names)
     if len(shown) > MAX_NAMES:  # an option beside many weights shows the cause
         shown.sort(key=lambda name: part_of(name) != "options")
@@ -285,7 +285,7 @@ LOADER = "extra_per_rank/loader0"
 NOT_RESUMED_LOADER = (
     "The loop used other data: its loader was not resumed. In place of restore(): data = "
     "ckpt.resume(loader), with all loaders that the training takes batches from. Iterate over "
-    "data, and begin at data.epoch"
+    "data, and start at data.epoch"
 )
 COUNTS = (
     "the loop counts batches, from 0 after a restart in the middle of an epoch, and computes with "
@@ -341,7 +341,7 @@ NO_SKIP = "not compared: the scale of {names} did not change, so no step was ski
 class Request:
     """The numbers given on the command line."""
 
-    begin: int
+    start: int
     """The version that runs start from; 0: from scratch."""
     kill_after: int
     steps: int
@@ -377,7 +377,7 @@ def coverage_gaps(run: RankRun, versions: Sequence[int], request: Request) -> li
 def over_epochs(run: RankRun, request: Request) -> Request | None:
     """The request that makes an epoch end before the kill and another one after it, at the pace of
     this run; `request` itself if it does; None if it cannot be computed."""
-    kill_at = request.begin + request.kill_after
+    kill_at = request.start + request.kill_after
     epochs = _Epochs.of(run, kill_at + request.steps)
     return epochs.needed(kill_at - SURE, kill_at, request)
 
@@ -406,7 +406,7 @@ class _Epochs:
     seen: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]
     """By version, as `RankRun.passes`."""
     ends: Sequence[int]
-    """Versions at whose boundary a pass had ended."""
+    """Versions of boundaries where a pass had ended."""
 
     @classmethod
     def of(cls, run: RankRun, last: int) -> _Epochs:
@@ -432,11 +432,11 @@ class _Epochs:
         length, yielded = passes.get(number, (0, 0))
         if not length:
             return None
-        first, begun = next((v, p[number][1]) for v, p in self.seen if number in p)
-        pacer = (yielded - begun) / (last - first) if last > first and yielded > begun else 1.0
+        first, start = next((v, p[number][1]) for v, p in self.seen if number in p)
+        pacer = (yielded - start) / (last - first) if last > first and yielded > start else 1.0
         period, more = math.ceil(length / pacer), math.ceil((length - yielded) / pacer)
         if before:
             return replace(request, steps=request.steps + more + SURE)
         end = self.ends[0] if self.ends else last + more + 1
         steps = max(request.steps, period + SURE)
-        return replace(request, kill_after=end - request.begin + SURE, steps=steps)
+        return replace(request, kill_after=end - request.start + SURE, steps=steps)

@@ -7,9 +7,9 @@ ballot, and with their next votes they report which tensors differ, and on which
 inquiry, which is pure.
 
 `Drift` has what follows for versions: a thread marks those that may be mixtures, wherever they are,
-so that a disk or store that hangs delays nothing. Retention always keeps one version that is known
-to be equal on all ranks: a difference is seen up to one round of looks late, and then all newer
-versions may be suspect.
+so that a hanging disk or store delays nothing. Retention always keeps one version known to be equal
+on all ranks: a difference is seen up to one round of looks late, and then all newer versions may be
+suspect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tierckpt import _process
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.ballots import Rows
@@ -118,17 +118,17 @@ class Drift:
         self._spared.alike(self._history.generation, version)
 
     def found(self, finding: Finding) -> Consequences:
-        """Mark the versions that may be mixtures; returns the consequences in words."""
+        """Mark the versions that may be mixtures; returns the consequences, as text."""
         agreement, history = self._agreement, self._history
         self._spared.drifted()
         known = {id_ for ledger in agreement.ledgers.values() for id_ in ledger.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
-        clean = finding.clean if finding.clean is not None else history.began_at
-        self._begin(known, clean, finding.text())
+        clean = finding.clean if finding.clean is not None else history.start_version
+        self._start_marking(known, clean, finding.text())
         marked = f"Versions after v{clean} are marked as suspect"
         if finding.clean is None:
             marked = "Versions taken before this was known are marked as suspect"
-        return Consequences(marked, self._way_back(), history.began_at > 0, history.nodes)
+        return Consequences(marked, self._way_back(), history.start_version > 0, history.nodes)
 
     def _way_back(self) -> str:
         where = self._config.directory
@@ -140,7 +140,7 @@ class Drift:
             if self._config.on_drift == "stop":
                 how = 'and restore() takes it by itself, as on_drift is "stop"'
             return (
-                f"v{clean.version} is the newest version on disk that is known to be equal on all "
+                f"v{clean.version} is the newest version on disk known to be equal on all "
                 f"ranks. Restart the job {how}"
             )
         return (
@@ -148,7 +148,7 @@ class Drift:
             f"versions and their marks: tierckpt list {shlex.quote(where)}"
         )
 
-    def _begin(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
+    def _start_marking(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
         run_id = self._history.name
         suspects = {i for i in ids if self._history.is_own(i.generation) and i.version > clean}
 
@@ -220,7 +220,7 @@ class ReplicaMonitor(Part):
     ) -> None:
         """`submit` makes another thread run a look. `find_apart` checks whether some state that
         counts as shared has become each rank's own, and then calls `shared_changed`. `drift` learns
-        the newest version that is known to be equal everywhere, and of differences."""
+        the newest version known to be equal everywhere, and of differences."""
         used = any(config.uses(level) for level in INTERVALS)
         self.active = config.replica_check_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
@@ -236,7 +236,7 @@ class ReplicaMonitor(Part):
         self.forget()
 
     def forget(self) -> None:
-        """A run begins, or the state was replaced: forget all observations."""
+        """A run starts, or the state was replaced: forget all observations."""
         self._replicated: ReplicatedState | None = None
         self._structure = NONE
         self._look: Look | None = None
@@ -265,7 +265,7 @@ class ReplicaMonitor(Part):
         self._alike_at = [UNKNOWN] * self._slices
         """By slice: the newest version at which it was seen to be equal."""
         self._clean: int | None = None
-        """The newest version that is known to be equal in all slices."""
+        """The newest version known to be equal in all slices."""
         self._seen_apart = False
         """Whether ranks were in different iterations at the boundary of the last votes read."""
         self._unsure = 0
@@ -349,7 +349,7 @@ class ReplicaMonitor(Part):
         if self._gone >= GONE_OFTEN:
             look.finish()
             self._at_once_from = version if self._at_once_from is None else self._at_once_from
-        look.begin = self._submit
+        look.submit = self._submit
         self._look = look
         if at.early:
             look.wake()
@@ -374,7 +374,7 @@ class ReplicaMonitor(Part):
         itself."""
         severity = logging.DEBUG if self._complained else logging.WARNING
         self._complained = True
-        text = f"replicas were not compared: {in_words(error)}"
+        text = f"replicas were not compared: {error_text(error)}"
         self._reports.notice(text, severity)
 
     def released(

@@ -99,7 +99,7 @@ def fold(head: Sequence[int], digests: Sequence[int]) -> int:
 
 
 def as_vote(digest: int) -> tuple[int, int]:
-    """Return the two integers whose minima show whether all ranks agree."""
+    """Return two integers: their minima show whether all ranks agree."""
     return (digest, ~digest) if digest > NONE else (NONE, NONE)
 
 
@@ -150,12 +150,12 @@ class Finding:
     more: bool = False
     """More tensors may differ; they were not compared."""
     structure: tuple[str, ...] = field(default=())
-    """For tensors whose name, type or shape differs between ranks: each rank's version."""
+    """For tensors with another name, type or shape on some ranks: each rank's version."""
     apart: bool = False
     """Ranks made as many steps at different iterations, and cannot be asked what differs."""
 
     def who(self) -> str:
-        """The ranks that differ, in words."""
+        """The ranks that differ, as text."""
         if self.odd is None:
             if self.ranks == 2:
                 return "rank 0 and rank 1 differ"
@@ -164,7 +164,7 @@ class Finding:
         return f"{noun} {some(self.odd, 8)} {verb} from the other {self.ranks - len(self.odd)}"
 
     def what(self) -> str:
-        """The tensors and ranks that differ, in words; short enough for a mark."""
+        """The tensors and ranks that differ, as text; short enough for a mark."""
         if self.apart:
             return (
                 "ranks made the same number of optimizer steps in different iterations (some rank "
@@ -176,7 +176,7 @@ class Finding:
         return f"{some(self.names, 4)}{others}: {self.who()}"
 
     def text(self) -> str:
-        """The difference in words, and since when it is there."""
+        """The difference, as text, and since when it is there."""
         since = "" if self.clean is None else f"; at v{self.clean} all ranks were equal"
         return f"{self.what()}. First seen at v{self.version}{since}"
 
@@ -427,7 +427,7 @@ class Consequences(NamedTuple):
     marked: str
     """The versions that are suspect now: a sentence."""
     way_back: str
-    """How to resume from a version that is not suspect: a sentence or two."""
+    """How to resume from a version without suspicion: a sentence or two."""
     from_version: bool = False
     """True if this run was started from a version."""
     nodes: Sequence[str] = ()
@@ -444,7 +444,7 @@ ALIKE_AGAIN = (
 )
 GONE = (
     "replicas differed at v{version}, and were alike again two steps later: {difference}. {then}. "
-    "The training goes on. Either the last bits of a value differed, and rounding removed the "
+    "The training continues. Either the last bits of a value differed, and rounding removed the "
     "difference, or the script writes weights between the checkpointer's step() and the "
     "optimizer's next step, in a way that autograd does not count (`.data`)"
 )
@@ -501,7 +501,7 @@ def text_of_divergence(
     return (
         f"ranks make different numbers of optimizer steps: {at}, and {others} not come to the "
         f"boundary of v{finding.version}. No further version is taken until restore(), and ranks "
-        f"can no longer agree on signals and halt requests; the training goes on. {then.marked}. "
+        f"can no longer agree on signals and halt requests; the training continues. {then.marked}. "
         f"To go back: {then.way_back}. To find the cause: {_cause(finding, then.nodes)}"
     )
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.format.layout import REPLICATED, TensorSpec
 from tierckpt.state import tree_codec
@@ -157,7 +157,7 @@ class Finder:
                     raise OutdatedError(f"there are {len(within)} tensors in {key!r}, not {count}")
                 found += map(within.__getitem__, which)
         except (KeyError, TypeError, AttributeError, UnsupportedStateError) as error:
-            raise OutdatedError(in_words(error)) from error
+            raise OutdatedError(error_text(error)) from error
         return found
 
 
@@ -383,7 +383,7 @@ class Look:
         """Start the look. Training thread, at the boundary."""
         self.replicated, self.which = replicated, which
         self.turn, self.version = turn, version
-        self.begin: Callable[[Look], None] | None = None
+        self.submit: Callable[[Look], None] | None = None
         """Makes a copier `run` it; called at most once."""
         self._slice = replicated.slice_of(which)
         self.units = self._slice.units
@@ -434,9 +434,9 @@ class Look:
     def wake(self) -> None:
         """Training thread: the tensors do not change now, and a copier may run without delaying
         anything."""
-        begin, self.begin = self.begin, None
-        if begin is not None and self._shared:
-            begin(self)
+        submit, self.submit = self.submit, None
+        if submit is not None and self._shared:
+            submit(self)
 
     def run(self) -> None:
         """Hash all units that no thread has started. Copier thread, or the barrier."""
@@ -490,7 +490,7 @@ class Look:
         no thread reads the tensors any more."""
         if self.over:
             return
-        self.begin = None
+        self.submit = None
         try:
             self.run()
             with self.replicated.changed:

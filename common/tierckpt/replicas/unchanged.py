@@ -1,9 +1,8 @@
 """Unchanged versions: equal bit for bit to the version before, although steps were made.
 
 The optimizer steps nothing, the whole graph is frozen, or a CUDA graph is stale: the training makes
-no progress, and each checkpoint is sound. A frozen layer does not count, nor a learning rate that
-is zero for a while: nothing at all may change, neither a parameter nor an optimizer's state, on any
-rank.
+no progress, and each checkpoint is sound. A frozen layer does not count, nor a learning rate of
+zero for a while: nothing may change, neither a parameter nor an optimizer's state, on any rank.
 """
 
 from __future__ import annotations

@@ -138,12 +138,12 @@ class _Clock:
         runs = job.account.runs if job.account else []
         parts = [part for run in runs for part in run.parts]
         times = [copy.at for copy in job.copies]
-        self.begin = runs[0].begin if runs else times[0]
+        self.start = runs[0].start if runs else times[0]
         self.end = runs[-1].end if runs else times[-1]
-        elapsed = job.account.elapsed_seconds if job.account else self.end - self.begin
+        elapsed = job.account.elapsed_seconds if job.account else self.end - self.start
         self.gap = BREAK_SHARE * elapsed
         self.cuts = [
-            (part.begin, part.seconds)
+            (part.start, part.seconds)
             for part in parts
             if part.category == NOT_RUNNING and part.seconds > self.gap
         ]
@@ -152,16 +152,16 @@ class _Clock:
     def at(self, seconds: float) -> float:
         """The position, in units of the axis."""
         cut = sum(
-            min(max(seconds - begin, 0.0), long) * (1 - self.gap / long)
-            for begin, long in self.cuts
+            min(max(seconds - start, 0.0), long) * (1 - self.gap / long)
+            for start, long in self.cuts
         )
-        return (seconds - self.begin - cut) / self.size
+        return (seconds - self.start - cut) / self.size
 
     def draw(self, axis: Axes) -> None:
         """Label the axis, and mark what was cut."""
-        for begin, long in self.cuts:
+        for start, long in self.cuts:
             axis.axvspan(
-                self.at(begin), self.at(begin + long), color="#e4e4e4", hatch="//", zorder=0
+                self.at(start), self.at(start + long), color="#e4e4e4", hatch="//", zorder=0
             )
         axis.set_xlim(0, 1.01 * self.at(self.end))
         axis.set_xlabel(f"time of the job ({self.unit})")
@@ -186,9 +186,9 @@ def time_of_runs(job: Job) -> Figure | None:
     for row, run in enumerate(drawn):
         for part in run.parts:
             if part.category != NOT_RUNNING:
-                begin = clock.at(part.begin)
+                start = clock.at(part.start)
                 width, colour = part.seconds / clock.size, CATEGORIES[part.category].colour
-                runs.barh(row, width, left=begin, color=colour, height=0.75)
+                runs.barh(row, width, left=start, color=colour, height=0.75)
     clock.draw(runs)
     runs.set_yticks(range(len(drawn)), [f"run {run.number}" for run in drawn])
     runs.invert_yaxis()
@@ -332,7 +332,7 @@ def one_step(job: Job) -> Figure | None:
     rows = rows_of_step([*chain.from_iterable(steps)])
     height = 0.4 + 0.2 * len(set(rows.values()))
     figure, axes = _new_figure(1.3 + height * len(ranks), *([height] * len(ranks)))
-    ends = [max(s.end_us for s in step if s.kind != "update") - step[0].begin_us for step in steps]
+    ends = [max(s.end_us for s in step if s.kind != "update") - step[0].start_us for step in steps]
     for axis, rank, step in zip(axes, ranks, steps, strict=True):
         _draw_step(axis, step, rows)
         axis.set_title(f"rank {rank}, the step after v{version}", loc="left")
@@ -344,26 +344,26 @@ def one_step(job: Job) -> Figure | None:
 
 
 def _draw_step(axis: Axes, step: Sequence[Span], rows: dict[str, str]) -> None:
-    zero = step[0].begin_us
+    zero = step[0].start_us
     names = list(dict.fromkeys(rows.values()))
     for span in step:
-        begin, width, colour = (
-            (span.begin_us - zero) / 1e3,
+        start, width, colour = (
+            (span.start_us - zero) / 1e3,
             span.us / 1e3,
             STEP_COLORS[span.kind][1],
         )
         if span.kind in ("boundary", "barrier", "update"):
-            axis.axvspan(begin, begin + width, color=colour, alpha=0.25, linewidth=0)
-            if span.kind != "update":  # an update begins where the barrier ends
-                axis.axvline(begin, color=colour, linewidth=1.5)
+            axis.axvspan(start, start + width, color=colour, alpha=0.25, linewidth=0)
+            if span.kind != "update":  # an update starts where the barrier ends
+                axis.axvline(start, color=colour, linewidth=1.5)
             continue
         shift = -0.4 if span.kind == "allreduce" else 0.02
         waited = (span.latency_us - span.us) / 1e3
         for row in dict.fromkeys(rows[layer] for layer in span.layers):
             place = (names.index(row) + shift, 0.38)
             if waited > 0:
-                axis.broken_barh([(begin - waited, waited)], place, color=colour, alpha=0.3, lw=0)
-            axis.broken_barh([(begin, width)], place, color=colour, lw=0.3)
+                axis.broken_barh([(start - waited, waited)], place, color=colour, alpha=0.3, lw=0)
+            axis.broken_barh([(start, width)], place, color=colour, lw=0.3)
     axis.set_yticks(range(len(names)), [n if len(n) <= 28 else "…" + n[-27:] for n in names])
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(axis="x", linewidth=0.3)
@@ -377,14 +377,14 @@ def cores(job: Job) -> Figure | None:
     found = traced_usage(job)
     if not found:
         return None
-    begin = found[0].at - found[0].seconds
-    found = [each for each in found if each.at < begin + MAX_SECONDS]
+    zero = found[0].at - found[0].seconds
+    found = [each for each in found if each.at < zero + MAX_SECONDS]
     figure, (axis,) = _new_figure(3.2)
-    edges = [each.at - begin for each in found]
+    edges = [each.at - zero for each in found]
     shades = versions_under_way(job)
     for name, intervals in shades.items():
         for start, end in intervals:
-            left, right = max(start / 1e6 - begin, 0.0), min(end / 1e6 - begin, edges[-1])
+            left, right = max(start / 1e6 - zero, 0.0), min(end / 1e6 - zero, edges[-1])
             if left < right:
                 axis.axvspan(left, right, color=SHADES[name], alpha=0.35, linewidth=0)
     trainers = [_trainers(each) for each in found]
@@ -395,7 +395,7 @@ def cores(job: Job) -> Figure | None:
     axis.set_xlim(0, edges[-1])
     axis.set_ylim(0)
     axis.set_gid(SHARED_Y)
-    axis.set_xlabel("time since the begin of the trace (s)")
+    axis.set_xlabel("time since the start of the trace (s)")
     axis.set_ylabel("cores in use")
     bands = {f"a version is {name}": SHADES[name] for name in shades}
     _legend(figure, {"trainers": TRAINERS, "agent": AGENT, **bands})
@@ -410,11 +410,11 @@ def traced_usage(job: Job) -> list[Usage]:
     """The samples of the newest run that has some, during its traced steps."""
     if job.timeline is None or not job.usage:
         return []
-    begins = [span.begin_us for span in job.timeline.of("begin", rank=min(job.timeline.ranks()))]
-    for begin, until in zip(reversed(begins), [float("inf"), *reversed(begins)], strict=False):
-        steps = [s for s in job.timeline.of("boundary", from_us=begin) if s.begin_us < until]
+    starts = [span.start_us for span in job.timeline.of("begin", rank=min(job.timeline.ranks()))]
+    for start, until in zip(reversed(starts), [float("inf"), *reversed(starts)], strict=False):
+        steps = [s for s in job.timeline.of("boundary", from_us=start) if s.start_us < until]
         if steps:
-            first, last = steps[0].begin_us / 1e6, max(step.end_us for step in steps) / 1e6
+            first, last = steps[0].start_us / 1e6, max(step.end_us for step in steps) / 1e6
             found = [each for each in job.usage if first < each.at <= last]
             if len(found) > 1:
                 return found
@@ -428,10 +428,10 @@ def versions_under_way(job: Job) -> dict[str, list[Interval]]:
     for rank in job.timeline.ranks():
         seals = {span.version: span.end_us for span in job.timeline.of("seal", rank=rank)}
         for span in job.timeline.of("boundary", rank=rank):
-            if seals.get(span.version, 0) > span.begin_us:
-                copied.append((span.begin_us, seals[span.version]))
+            if seals.get(span.version, 0) > span.start_us:
+                copied.append((span.start_us, seals[span.version]))
         agent = job.timeline.of("write", "commit", rank=rank)
-        written += [(span.begin_us, span.end_us) for span in agent]
+        written += [(span.start_us, span.end_us) for span in agent]
     both = {"copied to memory": union(copied), "written by the agent": union(written)}
     return {name: intervals for name, intervals in both.items() if intervals}
 
@@ -788,7 +788,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         "History",
-        "A run goes on where another one ended, goes back to an older version, or is a fork.",
+        "A run continues where another one ended, goes back to an older version, or is a fork.",
         (),
         _history,
         _lacks_history,

@@ -83,7 +83,7 @@ class Job:
     usage: list[Usage] = field(default_factory=list)
     """Of the node with the lowest rank."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in words."""
+    """What could not be read, as text."""
     events_hint: str = ""
     """What is missing without events, and how to have them; empty: they are there."""
     trace_hint: str = ""
@@ -146,7 +146,7 @@ def _read_events(job: Job, files: list[Path]) -> None:
             "events_dir)."
         )
         return
-    with suppress(ConfigError):  # the job has just begun
+    with suppress(ConfigError):  # the job has just started
         job.account = account(*read(files))
         job.notes += job.account.notes
     copies: dict[tuple[str, int, int], Copy] = {}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import increment_version
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import SAME_STATE, StateTornError
 from tierckpt.format.layout import PER_RANK, REPLICATED, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
@@ -59,7 +59,7 @@ LARGE_BYTES = 256 * 1024
 
 
 class TensorPreallocator:
-    """Makes optimizer state that is not in the live optimizer. One thread makes all calls but
+    """Makes optimizer state missing in the live optimizer. One thread makes all calls but
     `fill`."""
 
     def __init__(self, state: TrainingState) -> None:
@@ -76,8 +76,8 @@ class TensorPreallocator:
         self._filled: dict[int, int] = {}
         """By shard: offset in its data up to which its pieces were copied."""
 
-    def begin(self, wanted: bool) -> None:
-        """Begin another version, or another attempt; tensors made for the previous one are reused.
+    def start(self, wanted: bool) -> None:
+        """Start another version, or another attempt; tensors made for the previous one are reused.
         If not `wanted`, nothing is preallocated for this one."""
         self._live = None if wanted else {}
         self._before, self._made = self._made, {}
@@ -199,38 +199,38 @@ class PieceWriter:
         low = offset - header.header_bytes
         data = torch.frombuffer(window, dtype=torch.uint8)
         source = data.data_ptr() - low
-        for piece, target, begin, end in self._going(shard, low, low + len(window)):
-            count, size = end - begin, piece.spec.itemsize_bytes
-            first = piece.start * size + begin - piece.offset
+        for piece, target, start, end in self._going(shard, low, low + len(window)):
+            count, size = end - start, piece.spec.itemsize_bytes
+            first = piece.start * size + start - piece.offset
             inside = first >= 0 and first + count <= target.nbytes
             if count < SMALL_BYTES and target.is_cpu and inside:
-                ctypes.memmove(target.data_ptr() + first, source + begin, count)
-            else:  # torch refuses a range that is not inside
-                part = slice(begin - piece.offset, end - piece.offset)
-                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+                ctypes.memmove(target.data_ptr() + first, source + start, count)
+            else:  # torch refuses a range not inside
+                part = slice(start - piece.offset, end - piece.offset)
+                _bytes_of(target, piece)[part].copy_(data[start - low : end - low])
 
     def wants(self, shard: int, low: int, high: int) -> bool:
         """Whether `take` needs these bytes, which follow the header of the current shard."""
         assert self.header is not None
-        begin = self.header.header_bytes
-        return any(True for _ in self._going(shard, low - begin, high - begin))
+        start = self.header.header_bytes
+        return any(True for _ in self._going(shard, low - start, high - start))
 
     def _going(
         self, shard: int, low: int, high: int
     ) -> Iterator[tuple[Piece, torch.Tensor, int, int]]:
-        """The pieces to copy in this range of the data: piece, target, and its begin and end in the
+        """The pieces to copy in this range of the data: piece, target, and its start and end in the
         data."""
         assert self.header is not None
         pieces, ends = self.header.pieces, self._ends
         for number in range(bisect_left(ends, low), len(pieces)):
             piece, stop = pieces[number], ends[number]
-            begin = piece.offset
-            if begin + (stop > begin) > high:  # an empty one may lie at the end
+            start = piece.offset
+            if start + (stop > start) > high:  # an empty one may lie at the end
                 break
             target = self._place_of(shard, piece)
-            begin, end = max(begin, low), min(stop, high)
-            if target is not None and begin < end:
-                yield piece, target, begin, end
+            start, end = max(start, low), min(stop, high)
+            if target is not None and start < end:
+                yield piece, target, start, end
 
 
 def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -298,7 +298,7 @@ class Loader:
         )
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(saved spec, live spec) of tensors whose live memory order differs."""
+        """(saved spec, live spec) of tensors with another live memory order."""
         self.notices: list[str] = []
         self._differs = False
         """Tensors of the live structure, by name."""
@@ -379,7 +379,7 @@ class Loader:
         self, label: str, old: dict[str, Any], new: dict[str, Any]
     ) -> list[list[str]] | None:
         """Parameters of the model that the training added to an optimizer's groups, or as new
-        groups, after its begin: the same is done here. None if there are other differences."""
+        groups, after its start: the same is done here. None if there are other differences."""
         then, now = old["groups"], new["groups"]
         now = [*now, *[[]] * (len(then) - len(now))]
         added = [a[len(b) :] for a, b in zip(then, now, strict=False)]
@@ -573,13 +573,13 @@ class Loader:
             self._finish_per_rank(saved["extra_per_rank"], FILES in saved)
 
     def _set_trained(self) -> None:
-        """Freeze and thaw parameters, as the training had done since its begin. For the others,
+        """Freeze and thaw parameters, as the training had done since its start. For the others,
         the script decides."""
         for name, flags in self._trained.items():
             if (live := self._live.get(name)) is None:
                 continue
-            then, at_begin = bool(flags & 1), bool(flags & 2)
-            wanted = then if then != at_begin else self.state.trained_first.get(name, then)
+            then, at_start = bool(flags & 1), bool(flags & 2)
+            wanted = then if then != at_start else self.state.trained_first.get(name, then)
             if live.requires_grad != wanted:
                 live.requires_grad_(wanted)
 
@@ -672,7 +672,7 @@ def _naming(obj: Any, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind, why = type(obj).__name__, in_words(error)
+        kind, why = type(obj).__name__, error_text(error)
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
 
 

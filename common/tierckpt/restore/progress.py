@@ -45,8 +45,8 @@ class Progress:
             except (Exception, SystemExit):  # the second error: an older console, for a broken pipe
                 self._shown = False
 
-    def begin(self, phase: str, total_bytes: int = 0) -> None:
-        """Begin a phase; 0 bytes: the total is unknown."""
+    def start_phase(self, phase: str, total_bytes: int = 0) -> None:
+        """Start a phase; 0 bytes: the total is unknown."""
         if self._shown:
             with self._careful():
                 self._phase, self._done, self._total = phase, 0, total_bytes

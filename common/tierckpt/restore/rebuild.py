@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import ParitySource, Rebuild, RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError, RestoreError
@@ -108,7 +108,7 @@ class ShardBroadcaster:
 
     def fail(self, shard: int, error: Exception) -> None:
         """Record in `trouble` that this rank failed; it continues to send and receive."""
-        why = f"shard {shard} (rank {self.rank}): {in_words(error)}"
+        why = f"shard {shard} (rank {self.rank}): {error_text(error)}"
         self.trouble = self.trouble or why
 
     def show(
@@ -200,15 +200,15 @@ class Parities:
         self._open_store = open_store
         self._mine: dict[ParityKey, tuple[ParityManifest, ParityImage]] = {}
         self._room: dict[int, ShardImage] = {}
-        """Resources of the shards that are rebuilt here."""
-        self._begun: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
+        """Resources of the shards rebuilt here."""
+        self._started: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
         """Readers of the shards and the parities of each group."""
         self._failures: list[Failure] = []
         self._checks: list[tuple[ParitySource, Future[None]]] = []
         self._close: list[Callable[[], None]] = []
 
     def open(self) -> None:
-        """Map this rank's parities, and begin to check them."""
+        """Map this rank's parities, and start to check them."""
         for source in (s for each in self._plan.rebuilds for s in each.parities):
             if source.reader == self._broadcaster.rank:
                 try:
@@ -277,7 +277,7 @@ class Parities:
                 views[member] = self._room[shard].view
             left = [member for member, shard in enumerate(each.group) if shard not in each.lost]
             made = Rebuilding(record, left, [s.member for s in each.parities], views)
-            self._begun.append((each, made, self._shards(each, images), self._parities(each)))
+            self._started.append((each, made, self._shards(each, images), self._parities(each)))
 
     def rebuild(self, images: dict[int, ShardImage], trouble: list[str]) -> list[Failure]:
         """Make this rank's lost shards, into `images`. Collective; after `make_room`.
@@ -287,16 +287,16 @@ class Parities:
         failures are added to `trouble` as text.
         """
         suspected = []
-        for each, begun, shards, parities in self._begun:
+        for each, rebuilding, shards, parities in self._started:
             made = {shard: self._room[shard] for shard in each.lost if shard in self._room}
             try:
-                begun.run(shards, parities)
+                rebuilding.run(shards, parities)
             except CorruptShardError as error:
                 suspected += [Failure(s.key, s.place, str(error)) for s in each.parities]
             except Exception as error:
                 if self._broadcaster.broken:
                     raise
-                trouble.append(f"shards {sorted(made)}: {in_words(error)}")
+                trouble.append(f"shards {sorted(made)}: {error_text(error)}")
             else:
                 images.update(made)
                 for shard in made:

@@ -261,11 +261,11 @@ class RestoreNotices:
             level=level,
             nbytes=result.nbytes,
             seconds=result.seconds,
-            message=self._in_words(result, level, refused),
+            message=self._summary(result, level, refused),
             severity=logging.INFO if self._rank == 0 else logging.DEBUG,
         )
 
-    def _in_words(self, result: Restored, level: str, refused: int) -> str:
+    def _summary(self, result: Restored, level: str, refused: int) -> str:
         if result.partial is not None:
             return f"a fresh start with parts ({result.partial.of_parts}) of {result.forked_from}"
         if not level and refused:
@@ -325,7 +325,7 @@ class VersionSearch:
     """One search: constructor, `find`, and `report` after the version was loaded.
 
     Training thread; all ranks make the same calls. The caller keeps everything it passes in:
-    `history` changes when an inventory is taken or a run starts from the beginning.
+    `history` changes when an inventory is taken or a run starts from nothing.
     """
 
     def __init__(
@@ -335,15 +335,15 @@ class VersionSearch:
         history: JobHistory,
         reports: Reports,
         bar: Progress,
-        begin_seconds: float,
+        start_seconds: float,
         elsewhere: Collection[Path] = (),
     ) -> None:
         """Take the inventory of all levels: collective, in a block of `error_barrier`.
-        `begin_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
+        `start_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
         `NodeResources.left_elsewhere`."""
         self._config, self._history, self._reports = config, history, reports
         self._error_barrier = error_barrier
-        self._begin_seconds = begin_seconds
+        self._start_seconds = start_seconds
         self.version: int | None = None
         """The version that was asked for."""
         self._requests: tuple[RollbackRequest, ...] = ()
@@ -358,13 +358,13 @@ class VersionSearch:
         """Problems and unreachable nodes that were already reported."""
         self._notices = RestoreNotices(config, error_barrier.rank, history, reports, elsewhere)
         history.look(error_barrier)
-        self._inventory_seconds = time.perf_counter() - begin_seconds
+        self._inventory_seconds = time.perf_counter() - start_seconds
         self._candidates = Candidates(
             history.found,
             history.parities,
             history.nodes,
             self._notices.rejected,
-            history.began_last,
+            history.rollback_run,
         )
         new, live_bytes = self._target()
         spill = SpillPolicy(Path(config.directory), live_bytes)
@@ -386,11 +386,11 @@ class VersionSearch:
         """Plan, read and verify the newest sound version, or `version`; the caller closes it.
         Collective.
 
-        Returns None if there is nothing to restore and the run starts from the beginning. Raises
-        RestoreError on all ranks if a start from the beginning could lose a version: a version was
-        asked for, some location could not be read, or the live state, at `live_version`, is not
-        fresh; if there is data of a newer format and `version` does not ask for an older one; and
-        if one rank fails by itself.
+        Returns None if there is nothing to restore and the run starts from nothing. Raises
+        RestoreError on all ranks if such a start could lose a version: a version was asked for,
+        some location could not be read, or the live state, at `live_version`, is not fresh; if
+        there is data of a newer format and `version` does not ask for an older one; and if one rank
+        fails by itself.
         """
         with contextlib.ExitStack() as on_failure:
             with self._error_barrier, _process.collector_paused():
@@ -402,7 +402,7 @@ class VersionSearch:
                 if version is None:
                     self._notices.before_loading(id_)
                 if found is None and self._excluded:
-                    self._history.begin_afresh(max(self._excluded))
+                    self._history.start_afresh(max(self._excluded))
                 elif found is None:
                     self._nothing_found(live_version)
                 else:
@@ -453,7 +453,7 @@ class VersionSearch:
             text = f"going back to {reached}, although {lost} was complete once: {remains}"
             self._notices.of_all(text, logging.WARNING)
         result.rejected = tuple(self._candidates.rejected)
-        total_seconds = time.perf_counter() - self._begin_seconds
+        total_seconds = time.perf_counter() - self._start_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
         self._notices.restored(result, len(self._excluded))
         self._history.forget()
@@ -466,7 +466,7 @@ class VersionSearch:
         return bool(chosen) and bool(self._newer_than(found.plan.id))
 
     def settle_rollback(self, found: VerifiedVersion) -> None:
-        """Store that the run, which has begun, carried out the requests to go back, and report it;
+        """Store that the started run carried out the requests to go back, and report it;
         store the record of an earlier run where it is missing. Not collective: the run has no
         version before all ranks have come here."""
         places = self._config, self._error_barrier.rank, self._history, self._reports
@@ -485,7 +485,7 @@ class VersionSearch:
 
     def _is_past_rollback(self, found: VerifiedVersion) -> bool:
         """True if a run went back and was killed before it had a version."""
-        return self._history.began_last[0] > found.plan.id.generation
+        return self._history.rollback_run[0] > found.plan.id.generation
 
     # --- judgements, between the steps ---------------------------------------------------------
 
@@ -540,15 +540,15 @@ class VersionSearch:
             f"{names} {'is' if len(self.passed_over) == 1 else 'are'} suspect, as replicas "
             f"differed: {self._history.suspects[newest]}"
         )
-        began = self._history.lineage_of(newest)[-1]
-        if began == (newest.generation, found.version) and newest.generation > found.generation:
+        last = self._history.lineage_of(newest)[-1]
+        if last == (newest.generation, found.version) and newest.generation > found.generation:
             raise RestoreError(
                 f"the previous run of this job was started from {found}, and replicas differed "
                 f"again before a newer version was known to be the same on all ranks ({why}). This "
                 "run would start from the same version, so it stops: a launcher could otherwise "
                 "retry forever. Nothing was changed",
                 f"Find the cause first. Then restore(version={found.version}) tries {found} once "
-                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) goes on from the newest version, '
+                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) continues from the newest version, '
                 "suspect or not",
             )
         self._notices.of_all(
@@ -562,14 +562,14 @@ class VersionSearch:
         """Look whether a newer version than the one found was complete once. `report` warns of it,
         unless the steps of a journal lead to it again."""
         lost = self._history.once_complete()
-        generation, version = self._history.began_last
+        generation, version = self._history.rollback_run
         if generation > found.generation and found.version == version:
             return  # it went back on purpose
         if lost is not None and lost > found and lost not in {*self.passed_over, *self._excluded}:
             self._loss = lost, self._remaining_shards()
 
     def _nothing_found(self, live_version: int) -> None:
-        """Start from the beginning, unless a version was expected, or may exist where a rank could
+        """Start from nothing, unless a version was expected, or may exist where a rank could
         not look."""
         unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
         if (version := self.version) is not None:
@@ -608,7 +608,7 @@ class VersionSearch:
                 f"known to have ever been on all ranks' disks; {self._remaining_shards()}",
                 logging.ERROR if self._candidates.rejected else logging.WARNING,
             )
-        self._history.begin_afresh()
+        self._history.start_afresh()
 
     def _versions(self, wanted: int) -> str:
         """The nearest versions that a restore could take."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory
@@ -54,12 +54,12 @@ class RestoreSession(VersionSearch):
         history: JobHistory,
         reports: Reports,
         bar: Progress,
-        begin_seconds: float,
+        start_seconds: float,
         elsewhere: Collection[Path] = (),
     ) -> None:
         """As `VersionSearch`, for the live state `state`."""
         self._state = state
-        super().__init__(config, error_barrier, history, reports, bar, begin_seconds, elsewhere)
+        super().__init__(config, error_barrier, history, reports, bar, start_seconds, elsewhere)
 
     def _target(self) -> tuple[TensorPreallocator, int]:
         self._new = TensorPreallocator(self._state)
@@ -73,13 +73,13 @@ class RestoreSession(VersionSearch):
         `load_adapter` receives the adapter's part; if it raises, the error is the version's
         trouble. Raises the errors of the function `load`.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         name = f"Version {found.plan.id} of the job in {self._config.directory}"
         loaded = load(self._state, found, self._error_barrier, strict, self._new, name=name)
         try:
             load_adapter(loaded.adapter)
             self._report_loaded(loaded)
-            loaded.result.seconds["load"] = time.perf_counter() - begin
+            loaded.result.seconds["load"] = time.perf_counter() - start
         except Exception as error:
             found.fail(error)
             self._state.torn = True
@@ -148,7 +148,7 @@ def load(
             raise StateMismatchError(name or f"Version {version.plan.id}", found, loader.way_out)
         result = version.report(loader.manifest)
         result.imported = saved.get("imported", {}).get("from", "")
-        version.progress.begin(f"loading v{version.plan.id.version}", version.nbytes)
+        version.progress.start_phase(f"loading v{version.plan.id.version}", version.nbytes)
         first = [] if group.rank == 0 else all_differences[0]
         notices = _accepted([each for each in differences if each not in first])
         loader.choose_shards()
@@ -187,7 +187,7 @@ def _finish(loader: Loader) -> str:
         loader.finish()
     except Exception as error:
         return (
-            f"{in_words(error, StateTornError)}. Model and optimizer already have that version. "
+            f"{error_text(error, StateTornError)}. Model and optimizer already have that version. "
             "Pass the objects that the checkpoint was made with, or leave out the named one (and "
             "restore with strict=False), and restart the job"
         )

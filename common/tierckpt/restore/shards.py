@@ -27,7 +27,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.codecs.codec import CodecError
 from tierckpt.core.levels import AGENT
 from tierckpt.core.restore_plan import Location, Source
@@ -227,7 +227,7 @@ def _fetch(
 
 @contextlib.contextmanager
 def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[None]:
-    """If this rank sees the version, whose manifest names the shard, a missing part is damage.
+    """If this rank sees the version, with the shard in its manifest, a missing part is damage.
     Otherwise FileNotFoundError is raised unchanged: another rank may see the version."""
     try:
         yield
@@ -253,9 +253,9 @@ def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Sh
     room = mmap.mmap(-1, manifest.image_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def forget(low: int, high: int) -> None:
-        begin, end = (offset - offset % mmap.PAGESIZE for offset in (low, high))
-        if end > begin:
-            room.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        start, end = (offset - offset % mmap.PAGESIZE for offset in (low, high))
+        if end > start:
+            room.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close() -> None:
         with contextlib.suppress(BufferError):  # a part is still in use: freed with that
@@ -278,9 +278,9 @@ def in_file(
     mapped = MappedFile(room)
 
     def rest(low: int, high: int) -> None:
-        begin = low - low % mmap.PAGESIZE
-        if high > begin:
-            room.madvise(mmap.MADV_DONTNEED, begin, high - begin)  # the file keeps all pages
+        start = low - low % mmap.PAGESIZE
+        if high > start:
+            room.madvise(mmap.MADV_DONTNEED, start, high - start)  # the file keeps all pages
 
     def settle() -> None:
         try:
@@ -335,7 +335,7 @@ def open_parity(
 
 
 class _Fetched:
-    """An image in memory that is filled block by block; each block is fetched once. Any thread."""
+    """An image in memory, filled block by block; each block is fetched once. Any thread."""
 
     def __init__(self, file: RemoteFile, nbytes: int, then: Callable[[], None]) -> None:
         self._room = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -353,9 +353,9 @@ class _Fetched:
         with self._lock:
             for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES)):
                 if block not in self._there:
-                    begin = block * BLOCK_BYTES
-                    part = self.view[begin : begin + BLOCK_BYTES]
-                    self._file.read_into(begin, part)
+                    start = block * BLOCK_BYTES
+                    part = self.view[start : start + BLOCK_BYTES]
+                    self._file.read_into(start, part)
                     self._there.add(block)
 
     def close(self) -> None:
@@ -424,8 +424,8 @@ class Failure:
 
     @staticmethod
     def of(key: ShardKey, place: Location, error: BaseException) -> Failure:
-        """The failure of a copy for which `error` was raised."""
-        why = in_words(error, *LOST)
+        """The failure of a copy with this `error`."""
+        why = error_text(error, *LOST)
         blame, undecodable = FaultScope.of(place, error), isinstance(error, CodecError)
         silent = place.level == AGENT and isinstance(error, ConnectionError)
         return Failure(key, place, why, undecodable, blame, gone=_is_gone(error), silent=silent)
@@ -495,7 +495,7 @@ class Reads:
         """Checked headers of the shards that could be opened."""
 
     def open(self, version: VersionId, shards: int, run_id: str, sources: Iterable[Source]) -> None:
-        """Open the shards and begin to read them. `finish` returns the failures."""
+        """Open the shards and start to read them. `finish` returns the failures."""
         opened: list[Opened] = []
         try:
             self._open(version, shards, run_id, sources, opened)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise, raise_any
 from tierckpt.core.restore_plan import (
     Found,
@@ -103,13 +103,13 @@ class Candidates:
         parities: Sequence[Sequence[FoundParity]] = (),
         nodes: Sequence[str] = (),
         on_reject: Callable[[str], None] = lambda text: None,
-        began: tuple[int, int] = NO_RUN,
+        rollback: tuple[int, int] = NO_RUN,
         abandoned: bool = False,
     ) -> None:
         """`found` and `parities` are those of every rank. `nodes` has the node name of every rank;
         without it each rank counts as a node of its own. `on_reject` receives the reason for each
-        rejected copy. `began` and `abandoned`: see `plan_restore`."""
-        self._began, self._abandoned = began, abandoned
+        rejected copy. `rollback` and `abandoned`: see `plan_restore`."""
+        self._rollback, self._abandoned = rollback, abandoned
         self.found, self.parities, self._nodes = found, parities, nodes
         self._on_reject = on_reject
         self.rejected: list[str] = []
@@ -129,8 +129,7 @@ class Candidates:
     def plan(
         self, version: int | None = None, avoid: Container[VersionId] = ()
     ) -> RestorePlan | None:
-        """Plan for the newest version, or for `version`, that is not in `avoid`: see
-        `plan_restore`.
+        """Plan for the newest version, or for `version`, not in `avoid`: see `plan_restore`.
 
         Raises RestoreError if a newer version exists that cannot be decoded only because a key or a
         codec is missing: going back to an older version would let retention remove the newer one.
@@ -144,7 +143,7 @@ class Candidates:
             frozenset(self._unreachable),
             self._nodes,
             avoid,
-            self._began,
+            self._rollback,
             self._abandoned,
         )
         if self._undecodable and (plan is None or plan.id not in self._undecodable):
@@ -246,7 +245,7 @@ class VerifiedVersion:
 
     def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
         """Show every shard to every rank once, except mapped parts it does not need. Memory used
-        only for that is freed window by window; rebuilt shards that may have to be repaired are
+        for nothing else is freed window by window; rebuilt shards that may have to be repaired are
         kept. Collective. `trouble` says why this rank did not see everything."""
 
         def visit_one(shard: int, offset: int, window: memoryview) -> None:
@@ -290,7 +289,7 @@ class VerifiedVersion:
     def fail(self, error: Exception) -> None:
         """Record a failure after the last byte. `all_finished` reports it, as the other ranks wait
         there."""
-        self.trouble = self.trouble or in_words(error)
+        self.trouble = self.trouble or error_text(error)
 
     def incomplete(self, ranks: list[int], why: str) -> StateTornError:
         """The error of all ranks if one fails after the live state has changed."""
@@ -341,8 +340,8 @@ class RestoreContext:
     progress: Progress = field(default_factory=lambda: Progress(False))
     open_store: OpenStore = open_persistent
     new: TensorPreallocator | None = None
-    """Preallocates new tensors, and fills them while threads still read; begins again for each
-    version that is tried."""
+    """Preallocates new tensors, and fills them while threads still read; starts again for each
+    version tried."""
     spill: SpillPolicy | None = None
     kept: Kept = field(default_factory=dict)
     """Sound shards that this rank fetched for an attempt that failed on another rank."""
@@ -389,11 +388,11 @@ def find(
     RestoreError on all ranks if `Candidates.plan` does, and if one rank has no memory or
     descriptors to read with, which is no reason to take an older version.
     """
-    begin = time.perf_counter()
+    start = time.perf_counter()
     try:
         while (plan := candidates.plan(version, avoid)) is not None:
             share = read(context, plan)
-            with contextlib.ExitStack() as on_failure:  # also if `verify` cannot begin
+            with contextlib.ExitStack() as on_failure:  # also if `verify` cannot start
                 on_failure.callback(share.close)
                 verified, failures = verify(context, share)
                 on_failure.pop_all()
@@ -404,7 +403,7 @@ def find(
         return None
     finally:
         context.drop_kept()
-        context.seconds += time.perf_counter() - begin
+        context.seconds += time.perf_counter() - start
 
 
 @dataclass
@@ -429,7 +428,7 @@ class ShareRead:
         try:
             yield
         except Exception as error:
-            self.trouble.append(in_words(error))
+            self.trouble.append(error_text(error))
 
     def close(self) -> None:
         """Unmap everything."""
@@ -442,7 +441,7 @@ def read(context: RestoreContext, plan: RestorePlan) -> ShareRead:
     """Read and check this rank's share, and rebuild lost shards. Collective."""
     share = ShareRead(plan, ShardBroadcaster(context.group, context.volume))
     context.drop_kept(plan)
-    context.progress.begin(f"verifying v{plan.id.version}")
+    context.progress.start_phase(f"verifying v{plan.id.version}")
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(share.close)
         own_sources = _read_here(plan, context.group.rank)
@@ -454,7 +453,7 @@ def read(context: RestoreContext, plan: RestorePlan) -> ShareRead:
                 pool, share.images, context.on_read, context.open_store, context.kept, room
             )
             if context.new is not None:
-                context.new.begin(wanted=not fetches_most)
+                context.new.start(wanted=not fetches_most)
                 reads.on_open = context.new.foresee
             with share.noting_trouble():
                 reads.open(plan.id, len(plan.sources), plan.run_id, own_sources)
@@ -541,7 +540,7 @@ def _rebuild(
     context: RestoreContext, share: ShareRead, pool: ThreadPoolExecutor, reads: Reads
 ) -> None:
     """Rebuild the lost shards while threads still read; not if a rank has trouble."""
-    begin, plan = time.perf_counter(), share.plan
+    start, plan = time.perf_counter(), share.plan
     parities = Parities(plan, share.broadcaster, pool, context.open_store, context.on_read)
     with contextlib.closing(parities):
         parities.open()
@@ -559,7 +558,7 @@ def _rebuild(
                 ),
             )
             share.suspected = parities.rebuild(share.images, share.trouble)
-        context.rebuild_seconds += time.perf_counter() - begin
+        context.rebuild_seconds += time.perf_counter() - start
         share.failures += parities.finish()
 
 

@@ -39,7 +39,7 @@ __all__ = [
 
 
 OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which somebody outside of the job ends it; a failure is none of these."""
+"""Signals that end the job from outside; a failure is none of these."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class End:
 
     @property
     def text(self) -> str:
-        """The end in words."""
+        """The end, as text."""
         return describe(self.status)
 
 
@@ -91,7 +91,7 @@ Order = Start | Leave | Finish
 
 
 def describe(status: int) -> str:
-    """The end of a process in words; `status` as from `os.waitpid`."""
+    """The end of a process, as text; `status` as from `os.waitpid`."""
     if not os.WIFSIGNALED(status):
         return f"ended with status {os.waitstatus_to_exitcode(status)}"
     number = os.WTERMSIG(status)
@@ -114,7 +114,7 @@ class Coordinator:
         self.is_over = False
         """No further attempt starts."""
 
-    def begin(self) -> Order:
+    def start(self) -> Order:
         """All shims are there."""
         self.attempt = 1
         return Start(1)
@@ -234,10 +234,10 @@ class Hub:
         self._max_restarts = max_restarts
         self._coordinator = Coordinator(size, max_restarts)
         self._members: dict[int, Connection] = {}
-        self._strangers: dict[Connection, str] = {}
+        self._unproved: dict[Connection, str] = {}
         """Connections that have not yet proved that they belong to the job, with the challenge."""
         self._refused: set[str] = set()
-        """Addresses whose refusal was reported."""
+        """Addresses with a reported refusal."""
         self._spares, self._program = Spares(), own["program"]
         self._slots, self._nodes = {0: own["slot"]}, {0: own["node"]}
         self._new: set[int] = set()
@@ -245,15 +245,15 @@ class Hub:
         if listener is not None:
             selector.register(listener.socket, selectors.EVENT_READ, self._accept)
 
-    def begin_if_complete(self) -> None:
+    def start_if_complete(self) -> None:
         """Start the first attempt once all ranks are there."""
         if len(self._members) + 1 == self._size and self._coordinator.attempt == 0:
             if self._listener is not None and not self._listener.is_lasting:
                 self._stop_listening()
-            self._give(self._coordinator.begin(), None)
+            self._give(self._coordinator.start(), None)
 
     def give_up(self) -> None:
-        """Not all ranks have come: every rank goes on without the others."""
+        """Not all ranks have come: every rank continues without the others."""
         self._stop_listening()
         missing = self._size - 1 - len(self._members)
         self._give(self._coordinator.leave(f"{missing} of {self._size} shims are missing"), None)
@@ -295,10 +295,10 @@ class Hub:
     def close(self) -> None:
         """Close all connections."""
         self._stop_listening()
-        for connection in [*self._members.values(), *self._strangers, *self._spares.all()]:
+        for connection in [*self._members.values(), *self._unproved, *self._spares.all()]:
             self._drop(connection)
         self._members.clear()
-        self._strangers.clear()
+        self._unproved.clear()
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -313,7 +313,7 @@ class Hub:
         stream = self._listener.accept()
         if stream is not None:
             connection = Connection(stream)
-            self._strangers[connection] = challenge = secrets.token_hex(16)
+            self._unproved[connection] = challenge = secrets.token_hex(16)
             connection.send({"challenge": challenge})
             self._selector.register(
                 connection, selectors.EVENT_READ, lambda: self._greet(connection)
@@ -325,7 +325,7 @@ class Hub:
         messages = connection.receive()
         if not messages and connection.is_open:
             return
-        challenge = self._strangers.pop(connection, "")
+        challenge = self._unproved.pop(connection, "")
         if messages and connection.is_open and not self._admit(connection, challenge, messages[0]):
             return
         if messages and connection.is_open and messages[0].get("standby"):
@@ -340,7 +340,7 @@ class Hub:
         self._join(rank, str(messages[0].get("node", "")), connection)
         for message in messages[1:]:
             self.handle(rank, message)
-        self.begin_if_complete()
+        self.start_if_complete()
 
     def _admit(self, connection: Connection, challenge: str, hello: Message) -> bool:
         """Whether the caller knows the secret of this job; if not, it is refused, and named."""

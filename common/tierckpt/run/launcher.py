@@ -129,7 +129,7 @@ def _is_of_a_place(name: str) -> bool:
 
 
 def is_elastic(environment: Mapping[str, str]) -> bool:
-    """True under elastic Horovod, whose driver replaces ranks in a running job."""
+    """True under elastic Horovod: its driver replaces ranks in a running job."""
     return environment.get("HOROVOD_ELASTIC") == "1"
 
 
@@ -200,7 +200,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "where rank 0 listens for the other ranks and for spares, in place of the launcher's store"
     )
     parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help=text)
-    text = "be a spare: import, wait at --rendezvous, and take the rank of a node that is lost"
+    text = "be a spare: import, wait at --rendezvous, and take the rank of a lost node"
     parser.add_argument("--standby", action="store_true", help=text)
     text = "print the parts of each restart's time, too"
     parser.add_argument("-v", "--verbose", action="store_true", help=text)

@@ -216,7 +216,7 @@ KEEPALIVE = (
     *((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5)),
     (socket.TCP_USER_TIMEOUT, 15_000),
 )
-"""A peer that is gone without a word is noticed after 15 s, as by torchrun."""
+"""A peer gone without a word is noticed after 15 s, as by torchrun."""
 Message = dict[str, Any]
 
 
@@ -270,7 +270,7 @@ class Connection:
         *lines, self._buffer = self._buffer.split(b"\n")
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:  # a stranger
+        except ValueError:  # another program
             found = [None]
         if len(self._buffer) >= MAX_BYTES or not all(isinstance(each, dict) for each in found):
             self.close()
@@ -377,7 +377,7 @@ class Listener:
         return process.fork_helper(handlers, lambda: _publish(meeting, entry))
 
     def accept(self) -> socket.socket | None:
-        """A new connection, of this user if that is known; else None."""
+        """A new connection, of this user if known; else None."""
         try:
             stream, _ = self.socket.accept()
         except OSError:

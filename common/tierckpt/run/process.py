@@ -25,7 +25,7 @@ from typing import NoReturn, Protocol
 
 from tierckpt._children import end_with_parent
 from tierckpt._process import process_stat
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 
 __all__ = [
     "FORWARDED",
@@ -96,7 +96,7 @@ def fork_helper(
             work()
             status = 0
         except Exception as error:
-            print(f"tierckpt run: {in_words(error)}", file=sys.stderr, flush=True)
+            print(f"tierckpt run: {error_text(error)}", file=sys.stderr, flush=True)
         finally:
             os._exit(status)
     return pid
@@ -319,7 +319,7 @@ def _has_signal(process_id: int) -> bool:
 
 
 def _end_by_signals() -> None:
-    """Give every signal that is not ignored (nohup) its default effect, the end."""
+    """Give every signal not ignored (nohup) its default effect, the end."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:

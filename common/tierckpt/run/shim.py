@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tierckpt._milestones import BOUNDARY, RESTART_VARIABLE
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 
 from . import meeting, process
 from . import script as script_process
@@ -39,7 +39,7 @@ class Times:
         self._failed: float | None = None
         self._moments: dict[str, float] = {}
 
-    def begin(self, order: Message) -> None:
+    def start(self, order: Message) -> None:
         """An order to start an attempt has come."""
         self._failed, self._moments = order.get("failed"), {"noticed": time.time()}
 
@@ -82,8 +82,8 @@ class Times:
 
 
 ELASTIC = (
-    "elastic Horovod replaces failed ranks itself, while others go on: tierckpt run only forwards "
-    "signals here. Without --min-np, horovodrun leaves restarts to tierckpt run"
+    "elastic Horovod replaces failed ranks itself, while others continue: tierckpt run only "
+    "forwards signals here. Without --min-np, horovodrun leaves restarts to tierckpt run"
 )
 
 
@@ -94,7 +94,7 @@ class _InScript(BaseException):
 class Shim:
     """One rank's shim. Main thread; after `supervise` has returned, this process is the script's.
 
-    Nothing may have been forked before, except by the preload, whose processes are gone."""
+    Nothing may have been forked before, except by the preload: its processes are gone."""
 
     def __init__(self, options: Options, place: Place, learned: LearnedFile) -> None:
         self._options, self._place, self._learned = options, place, learned
@@ -117,8 +117,8 @@ class Shim:
         """How the script of this attempt has ended."""
         self._attempt = 0
         self._is_ending = False
-        """Somebody outside of the job has asked this rank to end."""
-        self._strangers = set(process.children())
+        """This rank was asked from outside to end."""
+        self._earlier_children = set(process.children())
         """Children from before, as of a shell: `command & exec tierckpt run train.py`."""
         self._has_rank = not options.standby
         self._times = Times(self._has_rank and place.rank == 0, options.times)
@@ -150,7 +150,7 @@ class Shim:
         try:
             work()
         except Exception as error:
-            text = f"rank {self._place.rank} met {in_words(error)}"
+            text = f"rank {self._place.rank} met {error_text(error)}"
             say(f"{text}: the launcher handles failures from now on")
             self._leave()
 
@@ -197,7 +197,7 @@ class Shim:
             self._rendezvous,
             self._obey,
         )
-        self._hub.begin_if_complete()
+        self._hub.start_if_complete()
 
     def _stand_by(self) -> None:
         """Wait at rank 0's shim for a rank; after its end, for the one that the launcher starts."""
@@ -250,7 +250,7 @@ class Shim:
         if slot := message.get("place"):
             take_place(os.environ, slot)
             self._place, self._has_rank = place_of(os.environ), True
-        self._times.begin(message)
+        self._times.start(message)
         self._end_script()
         self._times.note("ended")
         self._attempt, self._status = message["attempt"], None
@@ -261,7 +261,7 @@ class Shim:
         self._times.note("forked")
 
     def _leave(self) -> None:
-        """Go on without the others: the end of the script is the end of this process."""
+        """Continue without the others: the end of the script is the end of this process."""
         if not self._has_rank:
             if not self._link.is_open:
                 self._stand_by()
@@ -291,7 +291,7 @@ class Shim:
         self._selector.register(self._script.reports, selectors.EVENT_READ, self._reported)
 
     def _close(self) -> None:
-        """In the script's process: close all that is the shim's."""
+        """In the script's process: close everything of the shim."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
@@ -342,7 +342,7 @@ class Shim:
     def _own(self) -> set[int]:
         """Children that do not belong to the script."""
         own = (self._signals.witness, self._helper, self._link.helper, *self._rendezvous.helpers)
-        return {*self._strangers, *(pid for pid in own if pid is not None)}
+        return {*self._earlier_children, *(pid for pid in own if pid is not None)}
 
     def _end(self, status: int) -> NoReturn:
         if self._hub is not None:
@@ -357,7 +357,7 @@ class Shim:
         with contextlib.suppress(BlockingIOError):
             os.read(self._awake, 4096)
         script = {self._script.pid} if self._script is not None else set()
-        process.reap((self._own() | script) - self._strangers)
+        process.reap((self._own() | script) - self._earlier_children)
 
     def _look_at_signals(self) -> None:
         self._look_for_outside_end()

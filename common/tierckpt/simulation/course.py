@@ -77,7 +77,7 @@ class Machines:
         return 1 + bad / self.in_job * (self._settings.bad_factor - 1)
 
     def lose(self, count: int) -> None:
-        """Take failed nodes out of the job, and begin their repair."""
+        """Take failed nodes out of the job, and start their repair."""
         for _ in range(count):
             weight = self.bad_in_job * self._settings.bad_factor
             good = self.in_job - self.bad_in_job
@@ -116,7 +116,7 @@ class Machines:
 ROUNDING_SECONDS = 1e-5
 """Less than this is not waited for: after years of seconds the clock cannot show 1e-9."""
 KEPT = 64
-"""Changes of the speed that are remembered, for flushes that began before them."""
+"""Changes of the speed that are remembered, for flushes that started before them."""
 
 
 class SharedStore:
@@ -141,19 +141,19 @@ class SharedStore:
     def transfer(self, seconds: float) -> Steps:
         """Wait as long as a transfer takes that needs `seconds` at full speed."""
         while seconds > ROUNDING_SECONDS:
-            speed, began, changed = self.speed, self._env.now, self._changed
+            speed, start_time, changed = self.speed, self._env.now, self._changed
             if speed:
                 yield self._env.timeout(seconds / speed) | changed
             else:
                 yield changed
-            seconds -= (self._env.now - began) * speed
+            seconds -= (self._env.now - start_time) * speed
 
-    def is_complete(self, began: float, seconds: float) -> bool:
-        """True if a transfer that began then is complete now."""
+    def is_complete(self, start_time: float, seconds: float) -> bool:
+        """True if a transfer from then is complete now."""
         done, now = 0.0, self._env.now
         for number, (since, speed) in enumerate(self._history):
             ends = [*self._history[number + 1 : number + 2], (now, 0.0)][0][0]
-            done += max(0.0, min(ends, now) - max(since, began)) * speed
+            done += max(0.0, min(ends, now) - max(since, start_time)) * speed
         return done >= seconds - ROUNDING_SECONDS
 
     def _life(self) -> Steps:
@@ -174,8 +174,8 @@ class SharedStore:
         changed.succeed()
 
 
-WRITES_GO_ON = {"process": ("local", "peer", "persistent")}
-"""Levels whose agents complete a write after such a failure. A copy to memory ends with its
+WRITES_CONTINUE = {"process": ("local", "peer", "persistent")}
+"""Levels with agents that complete a write after such a failure. A copy to memory ends with its
 process."""
 
 
@@ -186,18 +186,18 @@ class Holdings:
         self._schedule, self._store = schedule, store
         self.newest: dict[str, int] = {}
         self._pending: dict[str, tuple[float, int]] = {}
-        """By level, the time at which a write that outlived its run began, and its version."""
+        """By level, the start of a write that outlived its run, and its version."""
 
-    def advance(self, begin: float, from_position: float, position: float, kind: str) -> None:
-        """Add the versions of a run that began at `begin`, and was at `position` when it failed."""
+    def advance(self, start_time: float, from_position: float, position: float, kind: str) -> None:
+        """Add the versions of a run from `start_time` on, up to its end at `position`."""
         for rung in self._schedule.rungs:
-            found, started = self._newest(rung, begin, from_position, position)
+            found, started = self._newest(rung, start_time, from_position, position)
             if found and self._is_new(found, from_position):
                 self.newest[rung.name] = max(found, self.newest.get(rung.name, 0))
                 self._pending.pop(rung.name, None)
             if started > found and self._is_new(started, from_position):
-                wall = begin + self._schedule.position(started) - from_position
-                if rung.name in WRITES_GO_ON.get(kind, ()):
+                wall = start_time + self._schedule.position(started) - from_position
+                if rung.name in WRITES_CONTINUE.get(kind, ()):
                     self._pending[rung.name] = wall, started
 
     def _is_new(self, version: int, from_position: float) -> bool:
@@ -205,16 +205,16 @@ class Holdings:
         return self._schedule.position(version) > from_position
 
     def _newest(
-        self, rung: Rung, begin: float, from_position: float, position: float
+        self, rung: Rung, start_time: float, from_position: float, position: float
     ) -> tuple[int, int]:
-        """The newest complete version, and the newest one that was begun."""
+        """The newest complete version, and the newest started one."""
         every = rung.every_steps
         started = self._schedule.newest(position, every)
         complete = self._schedule.newest(position - rung.latency_seconds, every)
         if rung.flush_seconds:
             lead = rung.latency_seconds - rung.flush_seconds
             while complete > 0 and self._is_new(complete, from_position):
-                wall = begin + self._schedule.position(complete) - from_position + lead
+                wall = start_time + self._schedule.position(complete) - from_position + lead
                 if self._store.is_complete(wall, rung.flush_seconds):
                     break
                 complete -= every
@@ -225,11 +225,11 @@ class Holdings:
         for rung in self._schedule.rungs:
             if rung.name not in self._pending:
                 continue
-            began, version = self._pending[rung.name]
+            start_time, version = self._pending[rung.name]
             lead = rung.latency_seconds - rung.flush_seconds
-            done = began + rung.latency_seconds <= now
+            done = start_time + rung.latency_seconds <= now
             if rung.flush_seconds:
-                done = self._store.is_complete(began + lead, rung.flush_seconds)
+                done = self._store.is_complete(start_time + lead, rung.flush_seconds)
             if done:
                 self.newest[rung.name] = max(version, self.newest.get(rung.name, 0))
                 del self._pending[rung.name]
@@ -254,7 +254,7 @@ class Holdings:
         return level, -version
 
     def resume(self, level: str, version: int) -> None:
-        """Begin a run from this version: later ones are of a lineage that ended."""
+        """Start a run from this version: later ones are of a lineage that ended."""
         if level == "peer":
             self.newest["local"] = version  # rebuilt
         self.newest = {name: min(v, version) for name, v in self.newest.items()}
@@ -321,11 +321,11 @@ class SimulatedJob:
         """Where the training is, or where it resumes from."""
         self._reached = 0.0
         """Where it was when it failed."""
-        self._farthest, self._in_vain = 0.0, 0
-        """The farthest position that the training began from, and the failures since."""
+        self._farthest, self._fruitless = 0.0, 0
+        """The farthest position that the training started from, and the failures since."""
         self._missing = 0
         self._exposed: set[int] = set()
-        """Nodes whose shards only the other members of their groups have, until `_protected_at`."""
+        """Nodes with shards that only other members of their groups have, until `_protected_at`."""
         self._protected_at = math.inf
         self._only_processes = True
         self._phase, self._since = "start", 0.0
@@ -353,7 +353,7 @@ class SimulatedJob:
         return outcome
 
     def _enter(self, phase: str) -> None:
-        """End the present phase. A training that goes on at the end counts."""
+        """End the present phase. A training still under way at the end counts."""
         now = self._env.now
         self._outcome.seconds[self._phase] += now - self._since
         if self._phase == "training":
@@ -364,7 +364,7 @@ class SimulatedJob:
 
     def _fail(self, job: simpy.Process) -> Steps:
         """All failures of all ranks, nodes and racks, as one Poisson process. Its rate is that of
-        the beginning, with the most bad nodes; the others are thinned out."""
+        the start, with the most bad nodes; the others are thinned out."""
         factors = {"node": self._machines.most_failure_factor}
         bounds = {kind: rate * factors.get(kind, 1.0) for kind, rate in self._rates.items()}
         total = sum(bounds.values())
@@ -382,7 +382,7 @@ class SimulatedJob:
             job.interrupt(kind)
 
     def _fail_again(self, job: simpy.Process) -> Steps:
-        """The failures whose times are given."""
+        """The failures at given times."""
         for at in sorted(self._scenario.failures.at_seconds):
             yield self._env.timeout(at - self._env.now)
             if not job.is_alive:
@@ -393,10 +393,10 @@ class SimulatedJob:
     def _damage(self, kind: str) -> None:
         """Take away what a failure takes."""
         self._outcome.failures[kind] += 1
-        self._in_vain += 1
+        self._fruitless += 1
         endless = math.isinf(self._scenario.job.length_seconds)
-        if endless and self._in_vain > MAX_WITHOUT_PROGRESS:
-            raise ConfigError(NO_PROGRESS.format(count=self._in_vain, done=self._farthest))
+        if endless and self._fruitless > MAX_WITHOUT_PROGRESS:
+            raise ConfigError(NO_PROGRESS.format(count=self._fruitless, done=self._farthest))
         if kind == "process":
             return
         self._only_processes = False
@@ -438,9 +438,9 @@ class SimulatedJob:
                     yield from self._restart()
                 interrupted = None
                 self._enter("training")
-                begin, start = self._env.now, self._position
+                start_time, start = self._env.now, self._position
                 if start > self._farthest:
-                    self._farthest, self._in_vain = start, 0
+                    self._farthest, self._fruitless = start, 0
                 yield self._env.timeout(end - start)
                 self._enter("ended")
                 return
@@ -451,7 +451,7 @@ class SimulatedJob:
                 if was_training:
                     self._reached = self._position
                     if self._scenario.constant is None:
-                        self._holdings.advance(begin, start, self._position, kind)
+                        self._holdings.advance(start_time, start, self._position, kind)
                     self._only_processes = True
                 self._damage(kind)
                 interrupted = failure

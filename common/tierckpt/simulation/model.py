@@ -205,7 +205,7 @@ def exposed_seconds(scenario: Scenario, costs: Mapping[str, LevelCosts]) -> floa
 
 
 def _parity_bytes(level: Level, shard_bytes: float) -> tuple[float, float]:
-    """Parity that is stored, and bytes that are sent, for a shard of this size.
+    """Parity stored, and bytes sent, for a shard of this size.
 
     A row's collector receives k - 1 of its data segments, and sends m parities on, of which it
     keeps one: k + m - 1 messages a row, as in docs/internals/erasure.md.
@@ -277,7 +277,7 @@ def losses_per_second(redundancy: Redundancy, node_rate: float, window_seconds: 
     """Rate at which failures exceed the redundancy, to first order.
 
     Each node is lost `node_rate` times a second. It is unprotected for `window_seconds`, and each
-    further loss begins the window again. So m + 1 losses, each within a window of the one before,
+    further loss starts the window again. So m + 1 losses, each within a window of the one before,
     cost a version, if they are fatal to a group. With F ordered fatal (m + 1)-tuples of nodes the
     rate is F r^(m+1) w^m. It is good as long as losses within a window are rare.
     """
@@ -412,7 +412,7 @@ def _steps(ratio: float) -> int:
 
 
 def _least_steps(cost: LevelCosts, step_seconds: float) -> int:
-    """One version at a time: the next one is not begun before this one is complete."""
+    """One version at a time: the next one is not started before this one is complete."""
     own = cost.flush_seconds or cost.latency_seconds
     return max(1, math.ceil(own / step_seconds - 1e-9))
 

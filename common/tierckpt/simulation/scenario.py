@@ -84,7 +84,7 @@ class Failures:
     at_seconds: tuple[float, ...] = ()
     """Failures of processes at these times, besides the random ones: those of a real job, again."""
     during_restart: bool = True
-    """Failures also hit a job that is restarting."""
+    """Failures also hit a restarting job."""
 
 
 @dataclass(frozen=True)

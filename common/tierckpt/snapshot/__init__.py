@@ -1,1 +1,1 @@
-"""Snapshot: one version, copied into a slot while training goes on."""
+"""Snapshot: one version, copied into a slot while training continues."""

@@ -67,7 +67,7 @@ typedef struct {
     uint32_t aborted;
     uint32_t streams; /* this processor can `stream` */
     uint32_t queue_offset, state_offset;
-    uint64_t copy_ns, hash_ns; /* the results begin here: work of all threads */
+    uint64_t copy_ns, hash_ns; /* the results start here: work of all threads */
     uint64_t head_digest;
     uint64_t digests[]; /* count + 1, little endian; then the queue (uint32_t), the states (uint8_t) */
 } job;
@@ -79,7 +79,7 @@ typedef struct {
     uint32_t sleepers;
     uint32_t rung;    /* the interpreter has other work */
     uint32_t settled; /* the last job needs no thread any more */
-    uint32_t begun;   /* the copier uses the job's memory */
+    uint32_t started; /* the copier uses the job's memory */
     job *job;         /* NULL if there is none */
     const job *last;  /* the job posted last */
 } desk;
@@ -128,7 +128,7 @@ static void wake_locked(job *j, uint32_t sleepers) { wake_on(&j->turn, sleepers)
 /* --- one block ----------------------------------------------------------------------------------- */
 
 /* Copies past the caches: nobody reads the target soon, and it evicts nothing of the training. With
-   stores of 64 bytes that is faster than memcpy, too; with smaller ones it is slower. */
+   stores of 64 bytes they are faster than memcpy, too; with smaller ones it is slower. */
 #if defined(__x86_64__)
 __attribute__((target("avx512f"))) static void stream(uint8_t *to, const uint8_t *from, size_t nbytes) {
     size_t head = (size_t)(-(uintptr_t)to & 63u);
@@ -152,20 +152,20 @@ static int can_stream(void) { return 0; }
 static uint64_t copy_block(const job *j, const block *b, uint64_t *hash_ns) {
     uint8_t *to = j->target + b->offset;
     const segment *s = j->segments + b->first_segment;
-    uint64_t begin, digest;
+    uint64_t start, digest;
     if (b->segments == 1 && j->streams) {
         const uint8_t *from = (const uint8_t *)(uintptr_t)s->address;
-        begin = now_ns();
+        start = now_ns();
         digest = j->hash(from, b->nbytes);
-        *hash_ns = now_ns() - begin;
+        *hash_ns = now_ns() - start;
         stream(to, from, b->nbytes);
         return digest;
     }
     for (uint64_t i = 0, done = 0; i < b->segments; done += s[i++].nbytes)
         memcpy(to + done, (const void *)(uintptr_t)s[i].address, s[i].nbytes);
-    begin = now_ns();
+    start = now_ns();
     digest = j->hash(to, b->nbytes);
-    *hash_ns = now_ns() - begin;
+    *hash_ns = now_ns() - start;
     return digest;
 }
 
@@ -178,14 +178,14 @@ static int64_t take_locked(job *j) {
 
 /* Copy a taken block; the lock is released meanwhile. Returns when it was copied. */
 static uint64_t copy_locked(job *j, uint32_t number) {
-    uint64_t hash_ns, begin = now_ns();
+    uint64_t hash_ns, start = now_ns();
     j->copying++;
     pthread_mutex_unlock(&j->lock);
     uint64_t digest = copy_block(j, &j->blocks[number], &hash_ns);
     uint64_t end = now_ns();
     j->digests[number] = htole64(digest);
     pthread_mutex_lock(&j->lock);
-    j->copy_ns += end - begin - hash_ns;
+    j->copy_ns += end - start - hash_ns;
     j->hash_ns += hash_ns;
     j->copying--;
     j->done++;
@@ -216,7 +216,7 @@ PUBLIC uint64_t tierckpt_job_bytes(uint32_t count) {
    head, of the blocks, of its tail. */
 PUBLIC uint64_t tierckpt_results_offset(void) { return offsetof(job, copy_ns); }
 
-/* Begin a job in zeroed memory, with all blocks held. */
+/* Start a job in zeroed memory, with all blocks held. */
 PUBLIC void tierckpt_init(job *j, hash_function hash, const segment *segments, const block *blocks,
                           uint32_t count) {
     j->hash = hash;
@@ -332,7 +332,7 @@ PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns) {
     return state;
 }
 
-/* End the job: no block is begun any more, and all sleepers return. */
+/* End the job: no block is started any more, and all sleepers return. */
 PUBLIC void tierckpt_abort(job *j) {
     pthread_mutex_lock(&j->lock);
     j->aborted = 1;
@@ -352,7 +352,7 @@ PUBLIC uint32_t tierckpt_copying(job *j) {
 
 PUBLIC uint64_t tierckpt_desk_bytes(void) { return sizeof(desk); }
 
-/* Begin a desk in zeroed memory. */
+/* Start a desk in zeroed memory. */
 PUBLIC void tierckpt_desk_init(desk *d) {
     pthread_mutex_init(&d->lock, NULL);
     d->settled = 1;
@@ -389,7 +389,7 @@ PUBLIC void tierckpt_settle(desk *d, const job *j) {
     pthread_mutex_lock(&d->lock);
     if (d->last == j)
         d->settled = 1;
-    if (d->job == j && !d->begun)
+    if (d->job == j && !d->started)
         d->job = NULL;
     pthread_mutex_unlock(&d->lock);
 }
@@ -431,11 +431,11 @@ PUBLIC int tierckpt_serve(desk *d, uint64_t timeout_ns, uint64_t linger_ns) {
     for (;;) {
         if (d->job != NULL) {
             job *j = d->job;
-            d->begun = 1;
+            d->started = 1;
             pthread_mutex_unlock(&d->lock);
             state = assist(j, timeout_ns);
             pthread_mutex_lock(&d->lock);
-            d->begun = 0;
+            d->started = 0;
             d->job = NULL;
             if (state != COMPLETE)
                 break;

@@ -47,7 +47,7 @@ class Progress(IntEnum):
     COMPLETE = 0
     ABORTED = 1
     IDLE = 2
-    """Blocks are held, and none that is released is left."""
+    """Blocks are held, and no released one is left."""
     UNFINISHED = 3
     """Call again: see `HELP_BYTES`, `Desk`."""
 
@@ -187,7 +187,7 @@ class Job:
         return float(self._engine.copy_one(self._at, block)) / 1e9
 
     def abort(self) -> None:
-        """Begin no block any more; all calls return after the block that they copy."""
+        """Start no further block; all calls return after the block that they copy."""
         self._engine.abort(self._at)
 
     def results(self) -> tuple[float, float, bytes]:
@@ -243,7 +243,7 @@ class Desk:
         self._engine.settle(self._at, job._at)
 
     def clear(self) -> None:
-        """Let go of the jobs and of the owners of their memory; when no thread serves any more."""
+        """Drop the jobs and the owners of their memory, once no thread serves any more."""
         self._kept.clear()
 
     def ring(self) -> None:
@@ -251,7 +251,7 @@ class Desk:
         self._engine.ring(self._at)
 
     def serve(self, wait_seconds: float, linger_seconds: float) -> Progress:
-        """Copier thread: copy posted jobs. Returns COMPLETE if nobody has settled a job
+        """Copier thread: copy posted jobs. Returns COMPLETE if no thread has settled a job
         `linger_seconds` after its last block was taken, ABORTED if it was aborted, IDLE if there
         was no job, or no release of its blocks, for `wait_seconds`."""
         state = self._engine.serve(self._at, int(1e9 * wait_seconds), int(1e9 * linger_seconds))

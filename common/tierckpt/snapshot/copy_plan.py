@@ -118,13 +118,13 @@ class PlanCheck:
 
     @property
     def touched(self) -> Iterable[int]:
-        """Numbers of the modules whose attributes may have changed between the last two calls of
-        `holds`."""
+        """Numbers of the modules with attributes that may have changed between the last two calls
+        of `holds`."""
         return self._dicts.touched
 
     @property
     def trained(self) -> bytes:
-        """1 for each tensor that is copied and requires a gradient, else 0; as of the last call of
+        """1 for each copied tensor that requires a gradient, else 0; as of the last call of
         `holds`. The same object while nothing has changed."""
         return self._copied.trained
 
@@ -442,9 +442,9 @@ class CopyPlan:
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
-        self.began: dict[str, Any] = {}
+        self.first_kinds: dict[str, Any] = {}
         if state.has_buffers():
-            self.began = module_attributes.changed_kinds(state.first_buffers, state.model)
+            self.first_kinds = module_attributes.changed_kinds(state.first_buffers, state.model)
         self.shared = tree_codec.Packed(state.optimizer_tree.shared(walk.state))
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self.own = own
@@ -459,7 +459,7 @@ class CopyPlan:
         self._own_params = [(n, t) for n, t in own if n.startswith(MODEL)]
         self._trained_first = state.trained_first
         self.trained = self._trained_now()
-        """1 for each tensor that is copied and requires a gradient, else 0; as of the last call of
+        """1 for each copied tensor that requires a gradient, else 0; as of the last call of
         `fits`."""
         self._headers: dict[tuple[int, bytes], tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
@@ -636,12 +636,12 @@ class CopyPlan:
         pieces = self.layout.pieces
         sizes = np.array([p.spec.itemsize_bytes for p in pieces], np.uint64)
         starts = np.array([p.start for p in pieces], np.uint64)
-        begins = np.array(addresses(self.sources), np.uint64) + starts * sizes
+        bases = np.array(addresses(self.sources), np.uint64) + starts * sizes
         blocks = self.layout.blocks
         parts = np.array([p for b in blocks for p in b.parts], np.uint64).reshape(-1, 3)
         piece, low, high = parts.T
         lengths = (high - low) * sizes[piece]
-        segments = np.stack([begins[piece] + low * sizes[piece], lengths], axis=1)
+        segments = np.stack([bases[piece] + low * sizes[piece], lengths], axis=1)
         counts = [len(b.parts) for b in blocks]
         firsts = accumulate(counts, initial=0)
         rows = [
@@ -704,7 +704,7 @@ class _Buffers:
 
     def stage(self) -> None:
         """Copy the buffers aside, on their own devices."""
-        if not self._views:  # the flat form of a buffer that is not dense is a copy
+        if not self._views:  # the flat form of a buffer with gaps is a copy
             self._flat = [tree_codec.flat(t) for t in self._live]
         for staging, members in self._batches:
             torch.cat([self._flat[i] for i in members], out=staging)
@@ -715,7 +715,7 @@ def _numbers(counters: bytes) -> list[int]:
 
 
 def _row_major(tensor: torch.Tensor, start: int) -> Part:
-    """Function that copies a range of the piece beginning at element `start`."""
+    """Function that copies a range of the piece from element `start` on."""
     return lambda low, high: tree_codec.as_bytes(
         tree_codec.row_major(tensor, start + low, start + high)
     )
@@ -750,11 +750,11 @@ class Binding:
         return self.view[low : low + layout_block.nbytes]
 
     def copy_tree(
-        self, encoded: tree_codec.EncodedTree, begin: int, end: int, block: int
+        self, encoded: tree_codec.EncodedTree, start: int, end: int, block: int
     ) -> memoryview:
         """Copy one block of the rank's tree and of the zeros after it, which fill the bytes from
-        `begin` to `end`; returns it."""
-        low = begin + block * BLOCK_BYTES
+        `start` to `end`; returns it."""
+        low = start + block * BLOCK_BYTES
         high = min(low + BLOCK_BYTES, end)
-        encoded.copy(low - begin, self.tensor[low:high])
+        encoded.copy(low - start, self.tensor[low:high])
         return self.view[low:high]

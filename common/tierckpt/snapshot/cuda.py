@@ -15,10 +15,10 @@ Differences from the snapshot on a CPU:
 - The rank's tree, which no optimizer changes, is copied when there is no other work.
 
 Streams: the copies are ordered after all work that the *current* stream has at the boundary, and
-the optimizer's update waits on the stream that is current at its step. So a loop that trains on
-its own stream calls `step()` on that stream, or joins it first, as before any use of its tensors.
-Memory that the side stream reads is kept until the host has seen the copy complete, so the caching
-allocator cannot reuse it earlier.
+the optimizer's update waits on the stream of its step. So a loop that trains on its own stream
+calls `step()` on that stream, or joins it first, as before any use of its tensors. Memory that the
+side stream reads is kept until the host has seen the copy complete, so the caching allocator cannot
+reuse it earlier.
 
 *Device copies:* each copy is a `cudaMemcpyAsync` of the CUDA runtime that torch has loaded, called
 by its address. Python would hold the GIL for milliseconds to enqueue the thousands of blocks of a
@@ -69,7 +69,7 @@ __all__ = [
 
 
 MIN_SEGMENT_BYTES = 32 * 1024
-"""Blocks whose tensors are smaller, on average, are gathered first."""
+"""Blocks with smaller tensors, on average, are gathered first."""
 MAX_COPY_BYTES = 64 * 1024 * 1024
 """Limit of a single copy."""
 CLONE_ALIGNMENT_BYTES = 512
@@ -183,7 +183,7 @@ class DeviceCopies:
 
 
 def _cloned(sources: Sources, blocks: Sequence[int], rows: np.ndarray, address: int) -> Sources:
-    """Sources whose blocks are in a clone: one segment each, with the blocks' numbers."""
+    """Sources with their blocks in a clone: one segment each, with the blocks' numbers."""
     count = len(sources.blocks)
     segments = np.zeros((count, 2), np.uint64)
     segments[list(blocks), 0] = rows[:, 2] + np.uint64(address)
@@ -310,7 +310,7 @@ class CudaLane:
     def has_room(self, nbytes: int) -> bool:
         """True when a clone of this size fits in addition to the training's peak memory.
 
-        Memory that is free at a barrier is needed by the next forward pass, while the clone is
+        Memory free at a barrier is needed by the next forward pass, while the clone is
         being copied: training must never fail because of a checkpoint.
         """
         free, total = torch.cuda.mem_get_info(self.device)
@@ -423,7 +423,7 @@ class CudaSnapshot(Snapshot):
                 self._feed_and_receive()
             except Exception as error:
                 self.fail(error)  # first: from now on a barrier feeds nothing,
-            with self._feeding:  # and this waits for one that is feeding
+            with self._feeding:  # and this waits for a barrier in progress
                 # Nothing may use the slot once it is given back.
                 self.lane.stream.synchronize()
                 wait(self._hashing)
@@ -431,14 +431,14 @@ class CudaSnapshot(Snapshot):
                 self._clone = None
 
     def _feed_and_receive(self) -> None:
-        self._boundary.synchronize()  # copies begin after the device reaches the boundary
+        self._boundary.synchronize()  # copies start after the device reaches the boundary
         while self.phase is Phase.OPEN:
-            begin = time.perf_counter()
+            start = time.perf_counter()
             with self._feeding:
                 fed = len(self._flying) < BATCHES_IN_FLIGHT and self._feed(BATCH_BYTES)
             if fed:
                 with self._changed:
-                    self.clock.copy += time.perf_counter() - begin
+                    self.clock.copy += time.perf_counter() - start
             elif self._flying:
                 self._receive(self._flying.popleft())
             elif self._hashing:
@@ -459,15 +459,15 @@ class CudaSnapshot(Snapshot):
 
     def barrier(self) -> None:
         """Return after the compute stream was ordered to wait for all reads of live tensors."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             with self._feeding:  # before the release: cloning is better than feeding
                 self._release_rest()
                 self._release_batch()
         except Exception as error:
             self.fail(error)
-        self.clock.barrier += time.perf_counter() - begin
-        self._record("barrier", begin)
+        self.clock.barrier += time.perf_counter() - start
+        self._record("barrier", start)
 
     def _release_batch(self) -> None:
         """Clone or feed the rest, check that nothing was changed, and order the streams."""
@@ -595,14 +595,14 @@ class CudaSnapshot(Snapshot):
         binding = self._binding
         if binding is None:
             return
-        begin = time.perf_counter()
+        start = time.perf_counter()
         batch.arrived.synchronize()
         batch.sources.clear()
         end = time.perf_counter()
         with self._changed:
-            self.clock.copy += end - begin
+            self.clock.copy += end - start
         if self.trace is not None:
-            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin, end)
+            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, start, end)
         if len(batch.blocks) * BLOCK_BYTES > HASHED_ALONE_BYTES:
             # Raises RuntimeError while the interpreter shuts down: then the snapshot fails.
             self._hashing.append(self.lane.hashers.submit(self._hash, batch.blocks, binding))
@@ -611,7 +611,7 @@ class CudaSnapshot(Snapshot):
 
     def _hash(self, blocks: list[int], binding: Binding) -> tuple[list[int], list[bytes], float]:
         """The blocks, their digests, and the seconds that this took. Any thread."""
-        begin, start = time.perf_counter(), len(self._header)
+        started, start = time.perf_counter(), len(self._header)
         sources, copies = self._sources, self.lane.copies
         if sources is not None and copies is not None:
             found = copies.hash(sources, blocks, binding.tensor.data_ptr() + start)
@@ -619,7 +619,7 @@ class CudaSnapshot(Snapshot):
             each = (self.plan.layout.blocks[b] for b in blocks)
             lows = ((start + block.offset, block.nbytes) for block in each)
             found = [digest(binding.view[low : low + nbytes]) for low, nbytes in lows]
-        return blocks, found, time.perf_counter() - begin
+        return blocks, found, time.perf_counter() - started
 
     def _count(self, blocks: list[int], found: list[bytes], seconds: float) -> None:
         """Note the digests of arrived blocks, and seal after the last ones."""

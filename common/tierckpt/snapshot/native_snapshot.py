@@ -67,13 +67,13 @@ class NativeSnapshot(Snapshot):
         if self._all_released:
             return
         try:
-            begin = self._take_begin()
-            if begin is not None and self._at_once and self._post():
+            submit = self._take_submit()
+            if submit is not None and self._at_once and self._post():
                 self._all_released = True
                 return
             self._let_all_copy()
-            if begin is not None:
-                begin(self)
+            if submit is not None:
+                submit(self)
         except BaseException as error:  # as in `barrier`
             self.fail(error)
             raise
@@ -99,10 +99,10 @@ class NativeSnapshot(Snapshot):
             tail, room = self._encode().whole, self._data_bytes - self.plan.layout.nbytes
             if tail is None or room > BLOCK_BYTES:
                 return False
-            begin, head = time.perf_counter(), self._header
+            start, head = time.perf_counter(), self._header
             self.slot = self.choose_slot(self.table.count + 1, len(head) + self._data_bytes, True)
             if self.trace is not None:
-                self._record("slot", begin)
+                self._record("slot", start)
             _faults.point("refill", version=self.facts.id.version)
             _faults.point("tree", version=self.facts.id.version, block=0)
             binding = Binding(self.slot)
@@ -126,8 +126,8 @@ class NativeSnapshot(Snapshot):
         return super()._is_in_use() or self._job.copying
 
     def run_if_quiet(self) -> None:
-        """Copier thread: see `Snapshot`. If the job was posted, complete the version, as nobody
-        does: no barrier has come, or the version has failed."""
+        """Copier thread: see `Snapshot`. If the job was posted, complete the version here: no
+        barrier has come, or the version has failed."""
         if not self._is_posted:
             super().run_if_quiet()
             return
@@ -151,7 +151,7 @@ class NativeSnapshot(Snapshot):
                 self._release_quietly()
 
     def work(self) -> bool:
-        """Copy all that is left, or else one block of the tree; False if there is none."""
+        """Copy the rest, or else one block of the tree; False if there is none."""
         if not self._counted and self._advance(None) is Progress.IDLE:
             return False
         return bool(self._tree_todo) and self._work(self._tree_todo)
@@ -180,7 +180,7 @@ class NativeSnapshot(Snapshot):
                 raise  # a KeyboardInterrupt in the barrier
             return Progress.ABORTED
         finally:
-            if entered:  # without a call, at whose begin an interrupt may come
+            if entered:  # without a call: an interrupt may come at its start
                 with self._lock:
                     self._in_flight -= 1
                 self._report()
@@ -202,9 +202,9 @@ class NativeSnapshot(Snapshot):
         copied = self._job.wait(wait_seconds) is Progress.UNFINISHED
         while (block := self._job.take()) is not None:
             _faults.point("copy", version=self.facts.id.version, block=block)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             end = self._job.copy_one(block)
-            self._record_copy(block, begin, end)
+            self._record_copy(block, start, end)
         return copied
 
     def _count(self) -> bool:

@@ -4,7 +4,7 @@ The steps, with their threads:
 
 1. *boundary* (training thread): `CopyPlan.stage` copies buffers and small state aside.
 
-2. *release* (training thread): blocks of a layer may be copied once its allreduce has begun. The
+2. *release* (training thread): blocks of a layer may be copied once its allreduce has started. The
 first release wakes the copier: at the boundary it would only slow down the forward pass. (As long
 as slots must be made, which takes longer, it starts at once.) After one second without a release
 (an evaluation may follow the boundary), the copier releases the rest by itself.
@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tierckpt import _faults
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.records import VersionFacts
 from tierckpt.format.shard_file import rank_state_blocks
@@ -118,7 +118,7 @@ def _before_move(storage: torch.UntypedStorage) -> None:
     for snapshot in [*_copying.values()]:
         if not snapshot.over and snapshot.plan.reads(storage):
             snapshot.barrier()
-            if snapshot.slot is not None:  # else no block was begun
+            if snapshot.slot is not None:  # else no block was started
                 snapshot.wait_done()  # the barrier does not wait for the threads of a failed one
 
 
@@ -158,8 +158,8 @@ QUIET_SECONDS = 1.0
 """Without a release for this time, the copier stops waiting for releases."""
 
 LINGER_SECONDS = 0.02
-"""The copy engine leaves the seal to the barrier, if that begins within this time after the copy:
-a step that is so short would wait for the copier's turn at the interpreter."""
+"""The copy engine leaves the seal to the barrier, if it starts within this time after the copy: so
+short a step would wait for the copier's turn at the interpreter."""
 
 JOIN_PATIENCE_SECONDS = 10.0
 
@@ -223,7 +223,7 @@ class Snapshot:
     started_seconds: float = field(default_factory=time.monotonic)
     trace: Trace | None = None
     """Recorder of spans, if there is one."""
-    begin: Callable[[Snapshot], None] | None = None
+    submit: Callable[[Snapshot], None] | None = None
     """Submits the snapshot to a copier; called once, by `start`."""
     starts_at_once = False
     """True: start at the boundary, not with the first released block."""
@@ -266,7 +266,7 @@ class Snapshot:
         return self._reported
 
     def _hold(self) -> None:
-        """Begin with all striped blocks held."""
+        """Start with all striped blocks held."""
         self._todo.extend(self.plan.own_blocks)
         self._held.update(self.plan.striped_blocks)
 
@@ -318,19 +318,19 @@ class Snapshot:
 
     def start(self) -> None:
         """Wake the copier, unless that was done before."""
-        begin = self._take_begin()
-        if begin is not None:
-            begin(self)
+        submit = self._take_submit()
+        if submit is not None:
+            submit(self)
 
-    def _take_begin(self) -> Callable[[Snapshot], None] | None:
+    def _take_submit(self) -> Callable[[Snapshot], None] | None:
         """Take the submission, so that only one of several callers makes it. Any thread."""
         with self._lock:
-            begin, self.begin = self.begin, None
-            return begin
+            submit, self.submit = self.submit, None
+            return submit
 
     def barrier(self) -> None:
         """Return when the optimizer may change the tensors: sealed, or given up."""
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             self._release_rest()
             while self.work():
@@ -341,12 +341,12 @@ class Snapshot:
         except BaseException as error:  # an interrupt (Ctrl-C): a block may have no copy
             self.fail(error)
             raise
-        self.clock.barrier += time.perf_counter() - begin
+        self.clock.barrier += time.perf_counter() - start
         if self.trace is not None:
-            self._record("barrier", begin)
+            self._record("barrier", start)
 
     def _release_rest(self) -> None:
-        """Begin the barrier: release everything, and wait for a slot."""
+        """Start the barrier: release everything, and wait for a slot."""
         _faults.point("barrier", version=self.facts.id.version)
         self.release_all()
         if self._binding is not None:
@@ -414,10 +414,10 @@ class Snapshot:
             self._encode()
             others = len(self.plan.layout.blocks)
             blocks = others + len(rank_state_blocks(self._data_bytes - self.plan.layout.nbytes))
-            begin = time.perf_counter()
+            start = time.perf_counter()
             if self.slot is None:
                 self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
-            self._record("slot", begin)
+            self._record("slot", start)
             _faults.point("refill", version=self.facts.id.version)
             binding = Binding(self.slot)
             self._bound(binding)
@@ -453,25 +453,25 @@ class Snapshot:
             if not isinstance(error, Exception):
                 raise  # a KeyboardInterrupt in the barrier
         finally:
-            if entered:  # without a call, at whose begin an interrupt may come
+            if entered:  # without a call: an interrupt may come at its start
                 with self._lock:
                     self._in_flight -= 1
                 self._report()
         return True
 
     def _copy_and_digest(self, binding: Binding, block: int) -> None:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         copied = self._copy(binding, block)
         middle = time.perf_counter()
         found = digest(copied)
         with self._lock:
             self._digests[block] = found
-            self.clock.copy += middle - begin
+            self.clock.copy += middle - start
             end = time.perf_counter()
             self.clock.checksum += end - middle
             self._left -= 1
             last = self._left == 0
-        self._record_copy(block, begin, end)
+        self._record_copy(block, start, end)
         if last:
             self._seal()
 
@@ -486,7 +486,7 @@ class Snapshot:
         return binding.copy_tree(self._tree, low, high, number)
 
     def _tree_range(self) -> tuple[int, int]:
-        """Begin of the tree in the image, and end of its padding."""
+        """Start of the tree in the image, and end of its padding."""
         start = len(self._header)
         return start + self.plan.layout.nbytes, start + self._data_bytes
 
@@ -501,7 +501,7 @@ class Snapshot:
         """Copier thread, when idle: `run`, if no thread has submitted the snapshot within
         `QUIET_SECONDS` of the boundary."""
         quiet = time.monotonic() - self.started_seconds >= QUIET_SECONDS
-        if quiet and self._take_begin() is not None:
+        if quiet and self._take_submit() is not None:
             self._release_quietly()
             self.run()
 
@@ -528,7 +528,7 @@ class Snapshot:
 
     def _seal(self) -> None:
         """Seal the slot; by the thread that copied the last block."""
-        begin = time.perf_counter()
+        started = time.perf_counter()
         self._check_before_seal()
         start = len(self._header)
         self.manifest = Manifest(
@@ -546,7 +546,7 @@ class Snapshot:
         _faults.point("sealed", version=self.facts.id.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
         if self.trace is not None:
-            self._record("seal", begin)
+            self._record("seal", started)
         self._end(Phase.SEALED)
 
     def _check_before_seal(self) -> None:
@@ -573,24 +573,24 @@ class Snapshot:
         self._binding.view[: len(self._header)] = self._header
         return b"".join((digest(self._header), *self._digests))
 
-    def _record_copy(self, block: int, begin_seconds: float, end_seconds: float) -> None:
+    def _record_copy(self, block: int, start_seconds: float, end_seconds: float) -> None:
         if self.trace is None:
             return
         version = self.facts.id.version
         if block >= len(self.plan.layout.blocks):
-            self.trace.span("tree", begin_seconds, end_seconds, version=version)
+            self.trace.span("tree", start_seconds, end_seconds, version=version)
         else:
-            self.trace.copied(version, self.plan, (block,), begin_seconds, end_seconds)
+            self.trace.copied(version, self.plan, (block,), start_seconds, end_seconds)
 
-    def _record(self, kind: str, begin_seconds: float) -> None:
+    def _record(self, kind: str, start_seconds: float) -> None:
         """Record a span that ends now."""
         if self.trace is not None:
             now = time.perf_counter()
-            self.trace.span(kind, begin_seconds, now, version=self.facts.id.version)
+            self.trace.span(kind, start_seconds, now, version=self.facts.id.version)
 
     def fail(self, error: BaseException) -> None:
         """Give the snapshot up. Any thread."""
-        self._end(Phase.FAILED, in_words(error))
+        self._end(Phase.FAILED, error_text(error))
         self._report()
 
     def _end(self, phase: Phase, error: str = "") -> None:
@@ -659,7 +659,7 @@ class Copier(threading.Thread):
             self.desk.ring()
 
     def expect(self, snapshot: Snapshot) -> None:
-        """Remember a snapshot that has begun and may not be submitted for long: see
+        """Remember a started snapshot that may not be submitted for long: see
         `snapshot.QUIET_SECONDS`. Wakes no thread: the training thread has no time for that."""
         self._expected.append(weakref.ref(snapshot))
 
@@ -671,7 +671,7 @@ class Copier(threading.Thread):
         # A daemon: another rank may never answer its wait.
         self.join(JOIN_PATIENCE_SECONDS)
         if self.desk is not None and not self.is_alive():
-            self.desk.clear()  # a slot that somebody keeps cannot be unmapped
+            self.desk.clear()  # a slot still in use cannot be unmapped
 
     def run(self) -> None:
         """Execute jobs until `close`."""

@@ -98,7 +98,7 @@ LEAVES_WEIGHTS = (
     PlainValues,
     *get_args(Generator),
 )
-"""Objects with a `state_dict()`, or a state, that is no reason to look at the weights again."""
+"""Objects with a `state_dict()`, or a state, but no reason to look at the weights again."""
 
 
 def normal_mode() -> contextlib.AbstractContextManager[object]:
@@ -226,8 +226,8 @@ class Staging:
             node["options"] = options
         if state.routed.kept:
             node[FILES] = state.routed.pack(arena)
-        if plan.began:
-            node["began"] = plan.began
+        if plan.first_kinds:
+            node["began"] = plan.first_kinds
         objects = chain(state.extra.values(), state.extra_per_rank.values())
         if node["remainders"] or not all(isinstance(each, LEAVES_WEIGHTS) for each in objects):
             plan.read_counters()  # a state_dict() may swap weights and swap them back

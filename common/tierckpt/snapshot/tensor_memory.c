@@ -13,7 +13,7 @@
 /* Increased with every change of the functions or structures below. */
 #define INTERFACE 2
 
-/* Tensors whose memory is asked for ahead: some 100 ns of work, which a miss of the caches takes. */
+/* Tensors with memory asked for ahead: some 100 ns of work, which a miss of the caches takes. */
 #define AHEAD 16
 
 typedef struct {
@@ -65,7 +65,7 @@ static uint64_t trained(const offsets *at, uint64_t tensor) {
 
 PUBLIC uint32_t tierckpt_tensor_memory_interface(void) { return INTERFACE; }
 
-/* Number of the first tensor that is not as in its record, else `count`; reads all counters before
+/* Number of the first tensor not as in its record, else `count`; reads all counters before
    it. The objects must be alive, and nothing may change them during the call. */
 PUBLIC uint64_t tierckpt_first_changed(const offsets *at, const record *records, uint64_t count,
                                        const uint8_t *kinds, uint32_t *counters) {
@@ -94,7 +94,7 @@ PUBLIC uint64_t tierckpt_first_changed(const offsets *at, const record *records,
     return count;
 }
 
-/* Number of the first tensor whose storage has got other memory, else `count`; reads all counters
+/* Number of the first tensor with other memory in its storage, else `count`; reads all counters
    before it. The storages and counters must be alive. Other threads may change them. */
 PUBLIC uint64_t tierckpt_first_moved(const offsets *at, const record *records, uint64_t count,
                                      uint32_t *counters) {

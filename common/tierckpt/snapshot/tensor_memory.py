@@ -115,8 +115,8 @@ class TensorRecords:
         self._counters = np.zeros(len(tensors), np.uint32)
 
     def look(self) -> int | None:
-        """The number of the first tensor that is not as it was; None if all are. Training thread:
-        holds the interpreter, so no tensor changes meanwhile."""
+        """The number of the first changed tensor; None without one. Training thread: holds the
+        interpreter, so no tensor changes meanwhile."""
         found = self._library.first_changed(
             self._at.ctypes.data,
             self._records.ctypes.data,
@@ -140,7 +140,7 @@ class TensorRecords:
         return now.tobytes() if moved == len(now) else None
 
     def moved(self) -> list[int]:
-        """Numbers of the tensors whose storage got other memory; as `counters`."""
+        """Numbers of the tensors with other memory now; as `counters`."""
         at, columns = Offsets(*self._at.tolist()), Record(*self._records.T)
         data = self._library.words(columns.storage + np.uint64(at.data_in_storage))
         nbytes = self._library.words(columns.storage + np.uint64(at.nbytes_in_storage))

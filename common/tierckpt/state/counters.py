@@ -2,7 +2,7 @@
 
 A counter of an optimizer, a running mean in a plain attribute of a module, a generator of an object
 in `extra`: what `state_dict()` does not return, `torch.save` would lose as well, and a resumed run
-begins with its first value again. Such values are found by comparing a few boundaries.
+starts with its first value again. Such values are found by comparing a few boundaries.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIBRARIES = ("torch", "numpy", "tierckpt", "ddp_ckpt", "horovod_ckpt", "horovod"
 CLOCK_SECONDS = 3600.0
 """A number this near to a clock is a time."""
 ARRAY_BYTES = 2**20
-"""Limit of an array that is compared."""
+"""Limit of a compared array."""
 MAX_NUMBERS = 256
 """The same of a container."""
 
@@ -51,7 +51,7 @@ OF_MODULE = (
     "this if every step sets it before reading it"
 )
 OF_METRIC = (
-    "Call persistent(True) of the metric; ignore this if a resumed run may begin its mean anew"
+    "Call persistent(True) of the metric; ignore this if a resumed run may start its mean again"
 )
 OF_EXTRA = (
     "Let its state_dict() and load_state_dict() save it; ignore this if every step sets it before "
@@ -101,7 +101,7 @@ class Counters:
         if self._looks < LOOKS:
             return
         for owner in self._owners:
-            names = [name for name in owner.seen[-1] if _goes_on(owner, name)]
+            names = [name for name in owner.seen[-1] if _continues(owner, name)]
             if names:
                 self._warn(owner, names)
         self._owners = []
@@ -122,7 +122,7 @@ class Counters:
         if shown[1:]:
             text = f"{some(shown)} change with the steps and are"
         self._say(
-            f"{owner.title}: {text} not in its state_dict(): a resumed run begins with the first "
+            f"{owner.title}: {text} not in its state_dict(): a resumed run starts with the first "
             f"value again. {owner.cure}",
             logging.WARNING,
         )
@@ -200,7 +200,7 @@ def _mark_of(value: Any) -> Any:
 
 def _numbers_of(value: Any) -> tuple[int, Any] | None:
     """Size and content of a container of numbers: a moving window, or means by name. One that grows
-    is a record; see `_goes_on`."""
+    is a record; see `_continues`."""
     if not isinstance(value, (list, deque, dict)) or not 0 < len(value) <= MAX_NUMBERS:
         return None
     held = [*(value.values() if isinstance(value, dict) else value)]
@@ -230,7 +230,7 @@ class _Ref:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _goes_on(owner: _Owner, name: str) -> bool:
+def _continues(owner: _Owner, name: str) -> bool:
     values = [seen.get(name) for seen in owner.seen]
     if any(one == other for one, other in pairwise(values)) or None in values:
         return False

@@ -96,7 +96,7 @@ class LoaderPlace(DataPlace):
         """A restore ends."""
         raise NotImplementedError
 
-    def step_begins(self) -> None:
+    def step_starts(self) -> None:
         """The first step after a restore begins."""
         raise NotImplementedError
 
@@ -281,9 +281,9 @@ class HeldGenerators:
         self._search(root)
 
     def put(self, path: str, state: Mapping[str, Any]) -> bool:
-        """Give the object at a path a generator of this state, in an attribute that is None or
-        does not exist yet: the object makes its generator when it is first used. Returns False,
-        with nothing changed, if there is no such object."""
+        """Give the object at a path a generator of this state, in an attribute still None or
+        absent: the object makes its generator when it is first used. Returns False, with nothing
+        changed, if there is no such object."""
         parent, _, name = path.rpartition(".")
         owner = self._owners.get(parent)
         own = getattr(owner, "__dict__", None)
@@ -330,7 +330,7 @@ def _of_process() -> Iterator[Any]:
 
 
 def _made_for(state: Mapping[str, Any]) -> Any:
-    """A generator of the kind of a saved state; None if that is unknown, or of a device."""
+    """A generator of the kind of a saved state; None if unknown, or of a device."""
     if "generator" in state:
         made = torch.Generator()
         return made if made.get_state().shape == state["generator"].shape else None

@@ -8,9 +8,9 @@ user's own may keep a value together with things that are not stored, as the len
 the cache.
 
 Buffers change their kind: empty ones get a size, None becomes a tensor. A restart builds the model
-as it was at the beginning, so a version's buffers may differ from the live ones. Such a buffer is
+as it was at the start, so a version's buffers may differ from the live ones. Such a buffer is
 accepted where it is known to be the same one. First, if the live buffer has, or had at attach, the
-kind that the buffer had when the job that wrote the version began. Second, if the module's own
+kind that the buffer had when the job that wrote the version started. Second, if the module's own
 `_load_from_state_dict` accepts it. Any other difference means another model.
 
 Not thread-safe: for the training thread only.
@@ -195,10 +195,10 @@ class ChangedBuffers:
         model: torch.nn.Module,
         first: Mapping[str, BufferKind],
         saved: Mapping[str, TensorSpec],
-        began: Mapping[str, BufferKind],
+        saved_first: Mapping[str, BufferKind],
     ) -> None:
         """`saved`: the version's buffers. `first`: kinds of all buffers when this job was attached.
-        `began`: first kinds of the changed buffers, in the job that wrote the version."""
+        `saved_first`: first kinds of the changed buffers, in the job that wrote the version."""
         self._model = model
         self._modules = dict(named_modules(model))  # for a wrapper, the module inside it
         now = buffer_kinds(model)
@@ -208,7 +208,8 @@ class ChangedBuffers:
             name
             for name in differ
             if name.rpartition(".")[0] in self._modules
-            and began.get(name, then.get(name)) in (first.get(name, False), now.get(name, False))
+            and saved_first.get(name, then.get(name))
+            in (first.get(name, False), now.get(name, False))
         }
         self._loaded: dict[str, list[str]] = {}
         """By module, names of the buffers that its own way of loading accepts."""

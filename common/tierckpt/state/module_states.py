@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierckpt._text import in_words, some
+from tierckpt._text import error_text, some
 from tierckpt.errors import StateTornError, UnsupportedStateError
 from tierckpt.format.manifest import digest
 from tierckpt.state import tree_codec
@@ -246,7 +246,7 @@ class Place:
             into = self._ask(into)
         except Exception as error:
             raise UnsupportedStateError(
-                f"{self}: its state_dict() raises {in_words(error)}. Fix it, or "
+                f"{self}: its state_dict() raises {error_text(error)}. Fix it, or "
                 "remove the hook that raises; if it works only after a forward pass, run one "
                 "before attaching."
             ) from error
@@ -282,7 +282,7 @@ class Place:
 
     def compare(self, state: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
         """The values in `state` (as of `ask`) that are not simply the tensor stored under that key,
-        with a `tree_codec.Entry` for each tensor that is stored under another key. Second, the keys
+        with a `tree_codec.Entry` for each tensor stored under another key. Second, the keys
         that `state` lacks."""
         live = self.tensors()
         given = {
@@ -341,7 +341,7 @@ class Place:
         try:
             _shell(self.name, self.module).load_state_dict(whole)
         except Exception as error:
-            return f"{self}: {in_words(error)}"
+            return f"{self}: {error_text(error)}"
         finally:
             for held, key, tensor in params:  # else optimizers would step tensors outside the model
                 if isinstance(held.get(key), torch.nn.Parameter):
@@ -429,7 +429,7 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 LARGE_BYTES = 2**20
-"""Limit of a tensor that is copied."""
+"""Limit of a copied tensor."""
 _COPIED = (dict, collections.OrderedDict, list, tuple, set, collections.deque)
 _VALUES = (torch.Tensor, torch.Generator, np.ndarray)
 _CERTAIN = ("Unexpected key(s)", "Missing key(s)")
@@ -585,7 +585,7 @@ class ModuleStates:
             raise StateTornError("; ".join([*wrong, *repeated_errors]))
 
     def load(self, record: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-        """Load after parameters, buffers and extra state. Returns, in words, the results of
+        """Load after parameters, buffers and extra state. Returns, as text, the results of
         `state_dict()` that differ from those in `record`, and torch's complaints. `record` is None
         for a version without one."""
         if not self and not record:
@@ -623,7 +623,7 @@ class ModuleStates:
     def _unlike(
         place: Place, wanted: Mapping[str, str], left_out: Collection[str], entries: Entries
     ) -> str:
-        """The keys that `state_dict()` now gives with another value, in words; empty if none."""
+        """The keys that `state_dict()` now gives with another value, as text; empty if none."""
         try:
             now = place.record()
             given = {key: _facts(value, entries) for key, value in now["given"].items()}
@@ -644,7 +644,7 @@ class ModuleStates:
         )
 
     def differences(self, record: Mapping[str, Any] | None) -> list[str]:
-        """Entries of a version that no module here takes, and vice versa, in words."""
+        """Entries of a version that no module here takes, and vice versa, as text."""
         here = {place.name for place in self._savers}
         found = [
             f"{key}, which module {name!r} has in its state_dict(), is in the checkpoint, not in "

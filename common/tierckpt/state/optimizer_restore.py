@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import StateTornError, UnsupportedStateError
 from tierckpt.state.training_state import TrainingState, optimizer_class
 from tierckpt.state.tree_codec import cloned, is_made_of_tensors, same_type
@@ -86,7 +86,7 @@ class OptimizerRestore:
             optimizer.load_state_dict(plain if node is None else put_together(node, self))
         except Exception as error:
             it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
-            why = in_words(error)
+            why = error_text(error)
             if node is not None and self._whole:
                 raise StateTornError(f"{it}, did not take its state ({why})") from error
             self.notices.append(

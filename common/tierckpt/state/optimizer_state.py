@@ -8,8 +8,8 @@ stored by name: a warm-up counter, an addition of a hook, state under another ke
 the whole state of an optimizer inside it. These are the remainder. It is taken at the boundary,
 like an `extra` object, and is loaded through the optimizer's own `load_state_dict()`.
 
-A `state_dict()` is taken apart here: a reference (`Entry`) replaces each value that is stored by
-name, so the remainder is small. With its references resolved, it is exactly the original dict.
+A `state_dict()` is taken apart here: a reference (`Entry`) replaces each value stored by name, so
+the remainder is small. With its references resolved, it is exactly the original dict.
 
 Not thread-safe: for the training thread only.
 """
@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.state import tree_codec
 from tierckpt.state.optimizers import unstorable
@@ -298,7 +298,7 @@ def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         given = optimizer.state_dict()
     except Exception as error:
         raise UnsupportedStateError(
-            f"{name}: its state_dict() raised {in_words(error)}. Without it, a "
+            f"{name}: its state_dict() raised {error_text(error)}. Without it, a "
             "checkpoint may lack parts of the state"
         ) from error
     whole: dict[str, Any] = given if type(given) in (dict, OrderedDict) else {BARE: given}

@@ -47,7 +47,7 @@ _HOOKS = tuple(
     for when in ("pre", "post")
 )
 METHODS = ("step", "state_dict", "load_state_dict")
-"""Methods by which an object that is no torch.optim.Optimizer can stand for those inside it."""
+"""Methods by which an object but no torch.optim.Optimizer can stand for those inside it."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ def class_name(optimizer: Any) -> str:
 
 
 class Foreign:
-    """Adapter that presents an object that is no torch.optim.Optimizer, but steps some, as one."""
+    """Adapter that presents an object with optimizers inside as one torch.optim.Optimizer."""
 
     def __init__(self, outside: Any) -> None:
         self.outside = outside
@@ -253,7 +253,7 @@ def _refuse_hollow(optimizer: Any) -> None:
 
 
 def stands_for_some(optimizer: Any) -> bool:
-    """True for an object that is no torch.optim.Optimizer, and steps those in its attributes."""
+    """True for an object, no torch.optim.Optimizer, that steps those in its attributes."""
     if isinstance(optimizer, (torch.nn.Module, Mapping, list, tuple)):
         return False
     return bool(optimizers_inside(optimizer)) and all(
@@ -262,7 +262,7 @@ def stands_for_some(optimizer: Any) -> bool:
 
 
 def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state of a parameter that is not a dict of names and values."""
+    """Refuse state of a parameter other than a dict of names and values."""
     kept: dict[Any, Any] = optimizer.state
     for owner, values in kept.items():
         if isinstance(owner, torch.Tensor) and not isinstance(values, dict):
@@ -298,8 +298,8 @@ def refuse_same_names(names: Collection[str]) -> None:
 
 
 def refuse_model(model: torch.nn.Module) -> None:
-    """Raise UnsupportedStateError, with the module's name, for a sharded model, or for an object
-    that is no model."""
+    """Raise UnsupportedStateError, with the module's name, for a sharded model, or for anything but
+    a model."""
     if not isinstance(model, torch.nn.Module):
         raise UnsupportedStateError(
             f"the model is a {type(model).__name__}, not a torch.nn.Module. {ORDER}"

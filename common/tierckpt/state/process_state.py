@@ -175,14 +175,14 @@ def _tensor_of(state: bytes) -> torch.Tensor:
 
 
 def _devices(first: torch.device | None) -> list[int]:
-    """Numbers of the CUDA devices, beginning with `first` (default: the current one). A rank keeps
-    its stream when it trains on a device with another number later."""
+    """Numbers of the CUDA devices, `first` before the others (default: the current one). A rank
+    keeps its stream when it trains on a device with another number later."""
     trains = torch.cuda.current_device() if first is None or first.index is None else first.index
     return [trains, *(i for i in range(torch.cuda.device_count()) if i != trains)]
 
 
 def load_rng(value: dict[str, Any], device: torch.device | None = None) -> list[str]:
-    """Set the generators; returns problems in words (fewer CUDA devices than saved)."""
+    """Set the generators; returns problems as text (fewer CUDA devices than saved)."""
     load_python(value["python"])
     load_numpy(value["numpy"])
     torch.set_rng_state(_tensor_of(value["torch"]))
@@ -216,7 +216,7 @@ def take_up(
     everyone: Sequence[Mapping[str, str]],
     device: torch.device | None = None,
 ) -> list[str]:
-    """Set this process's generators after a restore; returns problems in words.
+    """Set this process's generators after a restore; returns problems as text.
 
     Args:
         saved: `rng` of this rank's rank tree: of its own shard, or, if it had none, of shard `rank`

@@ -84,7 +84,7 @@ class Placements:
                 )
 
     def assumed_replicated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` that nobody trains, and so nobody reduces: they count as replicated,
+        """Those of `params` without training, hence without reduction: they count as replicated,
         until `keep_apart`."""
         return [p for p in params if id(p) in self._untrained]
 
@@ -101,7 +101,7 @@ class Placements:
         modules: Sequence[torch.nn.Module],
         name_of: Callable[[torch.Tensor], str],
     ) -> dict[int, Placement]:
-        """By `id()`, the placement of each parameter that is not replicated."""
+        """By `id()`, the placement of each parameter not replicated."""
         own, reduced, patterns = _renormed(modules), self._reduced, self._forward_changes
         if reduced is not None:
             own += [p for p in params if id(p) not in reduced]
@@ -164,15 +164,15 @@ class FileWindows:
 
     def wants(self, low: int, high: int) -> bool:
         """True if these bytes of the shard belong to a file."""
-        return any(begin < high and low < end for begin, end, _ in self._parts)
+        return any(start < high and low < end for start, end, _ in self._parts)
 
     def take(self, offset: int, window: memoryview) -> None:
         """Copy the parts of files that this window has."""
         data = np.frombuffer(window, np.uint8)
-        for begin, end, content in self._parts:
-            low, high = max(begin, offset), min(end, offset + len(window))
+        for start, end, content in self._parts:
+            low, high = max(start, offset), min(end, offset + len(window))
             if low < high:
-                content[low - begin : high - begin] = data[low - offset : high - offset]
+                content[low - start : high - start] = data[low - offset : high - offset]
 
 
 class RoutedState:
@@ -283,7 +283,7 @@ class TrainingState:
         self.notes: list[str] = []
         """Warnings for the user, found when the state was checked."""
         self.torn = False
-        """True when a restore began to change the state and did not complete."""
+        """True when a restore started to change the state and did not complete."""
         self.looks = 0
         """Number of times that the structure was looked up."""
         self.placements = Placements(reduced, untrained)
@@ -467,7 +467,7 @@ class TrainingState:
         dicts = [*map(_own_buffers, self._attributes)]
         sizes = [*map(len, dicts)]
         if sizes != self._buffer_sizes or not all(map(is_, dicts, self._buffer_dicts)):
-            # A module without buffers has no name that is left out.
+            # A module without buffers leaves out no name.
             self._buffer_dicts, self._buffer_sizes = dicts, sizes
             self._with_buffers = [m for m in self._modules if m._buffers]
             self._buffer_names = []
@@ -633,9 +633,9 @@ def label_optimizers(
 ) -> dict[str, torch.optim.Optimizer]:
     """Names for one optimizer, several, or a dict of them; the names go into the checkpoint.
 
-    Raises ConfigError for invalid names, and UnsupportedStateError for an object that is no
-    optimizer or for an empty collection: the steps of optimizers number the versions, so there
-    would never be one.
+    Raises ConfigError for invalid names, and UnsupportedStateError for anything but an optimizer or
+    for an empty collection: the steps of optimizers number the versions, so there would never be
+    one.
     """
     if isinstance(optimizers, torch.optim.Optimizer) or stands_for_some(optimizers):
         return {"optimizer": optimizers}  # type: ignore[dict-item]

@@ -433,15 +433,15 @@ class EncodedTree:
         there, high = target.numpy().data, low + target.numel()
         index = bisect_right(self._bounds, low) - 1
         while index < len(self._left) and (start := self._bounds[index]) < high:
-            begin, end = max(low, start), min(high, self._bounds[index + 1])
-            if begin < end:
+            first, end = max(low, start), min(high, self._bounds[index + 1])
+            if first < end:
                 part = self._parts[index]
                 if isinstance(part, bytes):
-                    there[begin - low : end - low] = memoryview(part)[begin - start : end - start]
+                    there[first - low : end - low] = memoryview(part)[first - start : end - start]
                 else:
-                    target[begin - low : end - low].copy_(part[begin - start : end - start])
+                    target[first - low : end - low].copy_(part[first - start : end - start])
                 del part
-                self._free_copied(index, end - begin)
+                self._free_copied(index, end - first)
             index += 1
         if high > self.nbytes:
             end = max(0, self.nbytes - low)
@@ -568,7 +568,7 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """A 1-d copy of elements `[low, high)`, in row-major order, of a tensor that is not dense.
+    """A 1-d copy of elements `[low, high)`, in row-major order, of a tensor with gaps.
 
     Copies the rows of these elements and at most two more, not the whole tensor.
     """

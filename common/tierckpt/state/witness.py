@@ -27,7 +27,7 @@ PLACES, PLACE_BYTES = 128, 64
 """Places in a larger one that count, evenly spread, and the bytes of each: a line of a cache, as
 its first byte costs a read of the memory. On a device: of any, as they are kept."""
 MAX_MEMBERS, NESTED = 128, 8
-"""Numbers and strings of a field that is no tensor that count, evenly spread; a container or tensor
+"""Numbers and strings of a field, no tensor, that count, evenly spread; a container or tensor
 among them counts as so many."""
 MAX_FIELDS, MAX_DEPTH = 16, 6
 """Fields of a batch with a fingerprint of their own; the depth of containers."""
@@ -71,7 +71,7 @@ class Fingerprint:
 
 
 INDICES = "indices"
-"""Path of the indices of the samples; those of fields begin with another character."""
+"""Path of the indices of the samples; those of fields start with another character."""
 SHOWN_INDICES = 4
 ON_DEVICE = "device"
 
@@ -257,7 +257,7 @@ def _digest_of(value: np.ndarray) -> str:
 
 
 def difference(saved: Fingerprint, now: Fingerprint) -> str:
-    """What differs, in words; empty if nothing does."""
+    """What differs, as text; empty if nothing does."""
     had, has = saved.settled(), now.settled()
     for path in [*had, *(path for path in has if path not in had)]:
         old, new = had.get(path, ("absent", ""))[0], has.get(path, ("absent", ""))[0]
@@ -297,7 +297,7 @@ class Ways:
     """A generator that was not found."""
     set_epoch: str = "call data.set_epoch(epoch), and set_epoch() of the data set, before each pass"
     count: str = "set its count from data.epoch before the pass"
-    begin: str = "begin the next epoch, which may have other data: data.set_epoch({next})"
+    start: str = "start the next epoch, which may have other data: data.set_epoch({next})"
 
 
 OWN_GENERATOR = (
@@ -306,13 +306,13 @@ OWN_GENERATOR = (
     "torch's global one"
 )
 EPOCH = (
-    "the number of the epoch is set only where an epoch begins, which a resumed one leaves out: "
+    "the number of the epoch is set only where an epoch starts, which a resumed one leaves out: "
     "{set_epoch}"
 )
 COUNTS = "the loader or the data set counts its passes by itself: {count}"
 CHANGED = (
     "the data set, its order, or the library or kind of processor that decodes it has changed: "
-    "make it as it was, or {begin}"
+    "make it as it was, or {start}"
 )
 LIVES_ON = "workers live on from epoch to epoch: set persistent_workers=False"
 
@@ -322,18 +322,18 @@ class Comparison:
     """The comparison of a resumed loader's data with those of its version. Training thread."""
 
     waits: bool = False
-    """The resumed pass has not begun since the restore."""
+    """The resumed pass has not started since the restore."""
     batches: int = 0
     """Newest batches that were compared."""
     differences: list[str] = field(default_factory=list)
-    """What differs, in words, each a reason not to go on."""
+    """What differs, as text, each a reason not to continue."""
     epoch: int = 0
     """The resumed epoch."""
     ways: Ways = Ways()
     collects: bool = False
-    """Somebody looks here before the next step. If not, the loader itself calls `late`."""
+    """The witness looks here before the next step. If not, the loader itself calls `late`."""
     late: Callable[[str], None] | None = None
-    """Reports the differences of a pass that began after this look, or raises them; None: the
+    """Reports the differences of a pass that started after this look, or raises them; None: the
     loader raises them."""
 
     def text(self) -> str:

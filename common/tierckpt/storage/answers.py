@@ -266,8 +266,8 @@ def drop(folders: Iterable[str]) -> None:
 
 
 def is_silent(folder: str) -> bool:
-    """True while an earlier look into the folder has not ended. Asks nothing; a look that has begun
-    just now has `SAY_SECONDS` to end: others ask, too, and a busy machine is no dead one."""
+    """True while an earlier look into the folder has not ended. Asks nothing; a look just started
+    has `SAY_SECONDS` to end: others ask, too, and a busy machine is no dead one."""
     with _lock:
         asked = _asked.get(_key(folder))
     return asked is not None and not _ended(folder, asked, SAY_SECONDS)

@@ -8,14 +8,14 @@ small process, see `file_lock.hand_over`):
     .claim.<token>.<node>      the token is drawn at each attach; all ranks have the same one
 
 Then it reads the other claims. An unlocked claim with another token belongs to a dead run, and is
-removed. A locked one belongs to another job, or to a run of this job that is still ending: this
-job waits for it, and is refused if it stays, or if its training *finishes* meanwhile: a run of
-this job would die or be halted. A launcher may start a job again that was refused in that way,
-when the other one has gone: so the refused one leaves its claim, unlocked, and later starts of the
-same launcher find it. If two jobs start at once, each sees the other's claim, because both create
-their file before they look, and both are refused. (The mistake is then found at once.) A claim
-that cannot be opened counts as held. Of another user's claim only the lock is tested, with a lock
-that needs no write access.
+removed. A locked one belongs to another job, or to an ending run of this job: this job waits for
+it, and is refused if it stays, or if its training *finishes* meanwhile: a run of this job would die
+or be halted. A launcher may start a job again that was refused in that way, when the other one has
+gone: so the refused one leaves its claim, unlocked, and later starts of the same launcher find it.
+If two jobs start at once, each sees the other's claim, because both create their file before they
+look, and both are refused. (The mistake is then found at once.) A claim that cannot be opened
+counts as held. Of another user's claim only the lock is tested, with a lock that needs no write
+access.
 
 A hanging run must not exclude its own successor. It is ignored if it is proved to have ended. A
 name alone proves nothing, and neither does a launcher's name for a launch: two jobs in one Slurm
@@ -25,7 +25,7 @@ prove it:
 - *A process* that was in that run and is in this one, such as a survivor in elastic Horovod.
 - *A launcher's process* that started ranks of both. torchrun's agent ends the ranks of one round
   before it starts those of the next. (The claims of those ranks must be gone, too.)
-- *A scheduler's count of attempts*: Slurm ends one attempt of a job before it begins the next.
+- *A scheduler's count of attempts*: Slurm ends one attempt of a job before it starts the next.
 
 To learn these facts, nothing waits or raises: facts that cannot be read prove nothing. If the file
 system has no locks, dead and living claims cannot be distinguished, and the job continues without
@@ -251,7 +251,7 @@ class Launch:
     """Hashes that identify this process and its launcher's process, across all machines."""
 
     def supersedes(self, other: Launch) -> bool:
-        """True if the scheduler ended the attempt of `other` before it began this one."""
+        """True if the scheduler ended the attempt of `other` before it started this one."""
         return bool(self.job) and self.job == other.job and self.attempt > other.attempt
 
 
@@ -297,9 +297,9 @@ def process_mark(process: str | int) -> str:
     with contextlib.suppress(OSError, IndexError, ValueError):
         stat = Path(f"/proc/{process}/stat").read_text()
         # The name, in brackets, may contain any character.
-        number, begun = stat.split()[0], stat.rpartition(")")[2].split()[19]
+        number, started = stat.split()[0], stat.rpartition(")")[2].split()[19]
         space = os.stat("/proc/self/ns/pid").st_ino
-        text = f"{boot} {space} {number} {begun}"
+        text = f"{boot} {space} {number} {started}"
         return hashlib.sha256(text.encode()).hexdigest()[:_LETTERS] if boot else ""
     return ""
 
@@ -339,7 +339,7 @@ def _environment_of(process: int) -> dict[str, str]:
 
 NEW_SUFFIX = ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
-"""How long to wait for a claim held on this machine, whose kernel needs time to end a process, and
+"""How long to wait for a claim held on this machine (its kernel needs time to end a process), and
 for one held on another machine: NFS keeps the locks of a lost machine for 90 s."""
 NAP_SECONDS = 0.1
 RELEASE_SECONDS = 1.0
@@ -363,13 +363,13 @@ class DirectoryClaim:
         run_starters: Iterable[str] = (),
         persistent: str = "",
         events: str = "",
-        goes_on_from: int = 0,
+        continues_from: int = 0,
         has_keeper: bool = True,
     ) -> None:
         """`token` is the same in the whole job; `node` is the number of this node in it; `launch`
         is that of this process; `memory` is the folder of the job's slots, recorded for other runs;
         `run_starters` are the starters of all ranks; `persistent` and `events` are recorded, see
-        `Claim`; `goes_on_from`: see `stake`; `has_keeper`: a process of its own holds the claim
+        `Claim`; `continues_from`: see `stake`; `has_keeper`: a process of its own holds the claim
         open, see `file_lock.hand_over`."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
@@ -390,7 +390,7 @@ class DirectoryClaim:
             persistent if is_url(persistent) else _absolute(persistent),
             _absolute(events),
         )
-        self._goes_on_from, self._has_keeper = goes_on_from, has_keeper
+        self._continues_from, self._has_keeper = continues_from, has_keeper
         self._fd: int | None = None
         self._awaited: set[Path] = set()
         """Claims that were held when this process came."""
@@ -406,7 +406,7 @@ class DirectoryClaim:
     def stake(self) -> str:
         """Claim the directory, after waiting for other claims to end. Returns "" or the reason for
         a refusal; after a refusal the directory is not claimed. Raises JobFinishedError if a run
-        that was waited for has finished at another version than `goes_on_from`. It is also
+        that was waited for has finished at another version than `continues_from`. It is also
         unclaimed, with a notice, if the claim cannot be written or locked."""
         try:
             return self._stake()
@@ -428,19 +428,19 @@ class DirectoryClaim:
                 raise
             self._report_unclaimed(error)  # another holder can be seen all the same
         self._local_locks = locks_are_local(self._directory)
-        begin, looks = float("inf"), 0
+        start, looks = float("inf"), 0
         while others := self._others():
             self._awaited |= others.keys()
-            begin = min(
-                begin, time.monotonic()
+            start = min(
+                start, time.monotonic()
             )  # reading the claims may take longer than the limit
             path, claim = next(iter(others.items()))
             seconds = max(self._patience_seconds(each) for each in others.values())
-            if time.monotonic() - begin >= seconds:
+            if time.monotonic() - start >= seconds:
                 self.release()
                 return self._refusal(path, claim)
             looks += 1
-            if looks == 2:  # not of a killed run, whose lock is gone a moment after it
+            if looks == 2:  # not of a killed run: its lock is gone a moment after it
                 text = f"{self._directory} is in use by {claim.text()}: waiting at most"
                 self._notice(f"{text} {seconds:.0f} s for its end", logging.WARNING)
             time.sleep(NAP_SECONDS)
@@ -574,12 +574,12 @@ class DirectoryClaim:
             return False
         again = claim.refused and set(claim.starters) & set(self._launch.starters)
         known = again or (path in self._awaited and not claim.refused)
-        if known and claim.finished not in (None, self._goes_on_from):
+        if known and claim.finished not in (None, self._continues_from):
             self._finished = claim.finished
         return bool(again)
 
     def _may_be_held_elsewhere(self, path: Path, content: bytes) -> bool:
-        """True if a machine whose locks are not visible here may hold the claim. It stays: its job
+        """True if a machine with locks not visible here may hold the claim. It stays: its job
         may be alive."""
         with contextlib.suppress(ValueError, TypeError):
             claim = Claim.decode(content)
@@ -667,14 +667,14 @@ def siblings_of(
 
 
 def words_for(newer: Sequence[Sibling], here: str, found: VersionId | None) -> str:
-    """Text of the notice that this run, which continues from `found` or starts from the beginning,
-    leaves these versions unused, with advice. Pure. `here` is the value of `{node}`."""
+    """Text of the notice that this run, which continues from `found` or starts from nothing, leaves
+    these versions unused, with advice. Pure. `here` is the value of `{node}`."""
     first, more = newer[0], len(newer) - 1
     others = f" ({more} more folders there have newer versions than this run)" if more else ""
-    goes_on = f"continues from {found}" if found else "starts from the beginning"
+    course = f"continues from {found}" if found else "starts from the beginning"
     return (
         f"{first.directory} has {first.newest} of this job{others}, and no node of this run is "
-        f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this run {goes_on}. "
+        f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this run {course}. "
         f"To continue from {first.newest}: end this job and restart it with node={first.node!r} "
         "(TIERCKPT_NODE), or give nodes permanent names. With peer_redundancy a node with a new "
         "name can rebuild the shards of a lost node"

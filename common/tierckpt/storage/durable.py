@@ -70,7 +70,7 @@ _OF_ONE_MACHINE = {
 }
 """Mount options with which a client keeps record locks to itself."""
 _ALWAYS = frozenset({"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.mount-s3"})
-"""Kinds of file systems whose locks the kernel keeps locally."""
+"""Kinds of file systems with locks that the kernel keeps locally."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Mount:
 
     @property
     def keeps_locks(self) -> str:
-        """Why only this machine sees the locks, as text for messages; empty if that is unknown."""
+        """Why only this machine sees the locks, as text for messages; empty if unknown."""
         if keeps := sorted(_OF_ONE_MACHINE.get(self.kind, set()) & self.options):
             return f"{self.point} is mounted ({self.kind}) with {keeps[0]}"
         if self.kind in _ALWAYS:
@@ -105,7 +105,7 @@ def mount_of(path: str | os.PathLike[str], lines: Iterable[str] | None = None) -
 
 
 def mounts_in(path: str | os.PathLike[str]) -> list[str]:
-    """The places of mounts directly in a directory, whose name has no links."""
+    """The places of mounts directly in a directory; its name has no links."""
     folder = os.path.abspath(path)
     with open("/proc/self/mountinfo", errors="surrogateescape") as lines:
         points = [mount.point for mount in _mounts(lines)]
@@ -126,7 +126,7 @@ def _mounts(lines: Iterable[str]) -> Iterator[Mount]:
 
 def locks_are_local(directory: str | os.PathLike[str]) -> str:
     """Why locks in `directory` are seen only on this machine although others may see the directory:
-    its mount, as text for messages. Empty if that is not known."""
+    its mount, as text for messages. Empty if not known."""
     try:
         return mount_of(os.path.realpath(directory)).keeps_locks
     except OSError:
@@ -145,8 +145,8 @@ def make(folder: Path, parents: bool = True) -> None:
     """Create a folder and, with `parents`, its missing parents, durably. Raises OSError.
 
     Works from the top down, and makes each folder durable before it creates the next. So an
-    existing folder is durable, except perhaps the last one, whose creator may have died; its name
-    is always synced.
+    existing folder is durable, except perhaps the last one: its creator may have died; its name is
+    always synced.
     """
     missing = [each for each in (folder, *folder.parents) if parents and not each.exists()]
     for each in reversed(missing or [folder]):
@@ -242,11 +242,11 @@ def remove(path: Path) -> None:
 WRITE_BYTES = 256 * 1024 * 1024
 """Size of one write. The kernel gives all of it to the device at once; between two writes the
 device waits until this thread has a core again, which takes milliseconds where training uses all
-cores. A process that is killed lives until its write has ended."""
+cores. A killed process lives until its write has ended."""
 
 
 class DirectFile:
-    """A file that is being written. For one thread at a time; every method may raise OSError."""
+    """A file being written. For one thread at a time; every method may raise OSError."""
 
     def __init__(self, path: Path) -> None:
         """Raises BlockingIOError if another process has the file locked: waiting for one that hangs
@@ -373,6 +373,6 @@ def populate(address: int, nbytes: int) -> bool:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
-    begin = address - address % mmap.PAGESIZE
-    failed = _libc.madvise(begin, address + nbytes - begin, advice)
+    start = address - address % mmap.PAGESIZE
+    failed = _libc.madvise(start, address + nbytes - start, advice)
     return ctypes.get_errno() if failed else 0

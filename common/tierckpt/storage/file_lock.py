@@ -59,7 +59,7 @@ class _Lock:
     """The name under which the process took it, if it asks by that."""
     shared: bool = False
     for_good: bool = False
-    """Of the open file description. A child that is forked would keep it when its parent is killed,
+    """Of the open file description. A forked child would keep it when its parent is killed,
     so it gives it up at once."""
 
 
@@ -102,11 +102,10 @@ def lock_for_good(fd: int, path: Path) -> bool:
 
 
 def hand_over(fd: int) -> int:
-    """Let a small process have the file open in place of this one, until `close` of the descriptor
-    that is returned, or the end of this process. The kernel flushes a file that a process has open
-    when the process ends: on a file system that hangs not even SIGKILL would end it. Returns `fd`
-    where the lock is not of `lock_for_good`, which alone can be handed over, or no process can be
-    started."""
+    """Let a small process have the file open in place of this one, until `close` of the returned
+    descriptor, or the end of this process. The kernel flushes a file that a process has open when
+    the process ends: on a hanging file system not even SIGKILL would end it. Returns `fd` where the
+    lock is not of `lock_for_good`, which alone can be handed over, or no process can be started."""
     entry = _locks.get(fd)
     if entry is None or not entry.for_good:
         return fd

@@ -24,7 +24,7 @@ from .durable import DirectFile, locks_are_local
 from .health import Need, answer, check_directory, output_of
 
 PREFIX = ".tierckpt-probe-"
-"""Beginning of the name of the folder; a process that is killed leaves it behind."""
+"""Start of the folder's name; a killed process leaves it behind."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Guarantees:
     direct: bool = False
     """Files can be written past the page cache (O_DIRECT)."""
     local_locks: str = ""
-    """Why other machines do not see the locks; empty if that is unknown."""
+    """Why other machines do not see the locks; empty if unknown."""
 
 
 def of_directory(need: Need, timeout_seconds: float) -> Guarantees:

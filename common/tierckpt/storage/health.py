@@ -1,8 +1,8 @@
 """Node health: checks before a start that a node can hold checkpoints. Takes seconds.
 
-A directory is healthy if a file that is written there, flushed to the device and read back has the
-same bytes, and if there is enough free space. A process of its own checks each directory, because a
-dead file system blocks any process that touches it. Standard library only.
+A directory is healthy if a file written there, flushed to the device and read back has the same
+bytes, and if there is enough free space. A process of its own checks each directory, because a dead
+file system blocks any process that touches it. Standard library only.
 
     python -m tierckpt.storage.health '{"path": "/local/ckpts", "needed_bytes": 0, "make": false}'
 
@@ -101,10 +101,10 @@ def check_directory(need: Need) -> str:
             return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; free space"
         return _write_and_read(path)
     except OSError as error:
-        return f"{path}: {_in_words(error, need)}"
+        return f"{path}: {_reason(error, need)}"
 
 
-def _in_words(error: OSError, need: Need) -> str:
+def _reason(error: OSError, need: Need) -> str:
     """The error without the name of the temporary file."""
     above = os.path.dirname(os.path.abspath(need.path))
     kinds = {
@@ -168,7 +168,7 @@ def _start(need: Need, module: str = __name__) -> subprocess.Popen[str]:
 def _outcome(path: str, process: subprocess.Popen[str], timeout_seconds: float, hangs: str) -> str:
     """The output of the check; `hangs` if it did not end in time, and then it is killed."""
     try:
-        # A process that is checked late may have answered long ago.
+        # A process checked late may have answered long ago.
         output, _ = process.communicate(timeout=max(timeout_seconds, 0.5))
     except subprocess.TimeoutExpired:
         process.kill()
@@ -188,7 +188,7 @@ def main(argument: str) -> None:
 
 
 def answer(text: str) -> None:
-    """In a process of a check: print the result. Ends silently if nobody waits for it any more."""
+    """In a process of a check: print the result. Ends silently if nothing waits for it any more."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(text, flush=True)
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierckpt._text import in_words, is_url
+from tierckpt._text import error_text, is_url
 from tierckpt.config import PersistentConfig
 from tierckpt.core.branches import Rollback, RollbackRequest
 from tierckpt.core.restore_plan import (
@@ -117,7 +117,7 @@ def look_at_rollbacks(
 
 def nothing_seen(host: str, error: Exception) -> Inventory:
     """Inventory of a rank that could not read any location."""
-    why = in_words(error)
+    why = error_text(error)
     unseen = Problem(Location("memory", host, f"node {host}"), why)
     return Inventory((), (), (unseen,), 0, host, secrets.token_hex(24))
 

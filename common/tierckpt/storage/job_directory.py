@@ -96,14 +96,14 @@ class JobBusyError(TierckptError):
 
 class JobFinishedError(JobBusyError, ConfigError):
     """The run that this start has waited for has finished its training. A start waits for a run
-    that dies or is halted, to go on with the same job; this one is another experiment."""
+    that dies or is halted, to continue the same job; this one is another experiment."""
 
     def __init__(self, place: str, version: int) -> None:
         self.place, self.version = place, version
         super().__init__(
             f"{place} belongs to another training, which ran when this one was started, and has "
             f"finished at v{version} since: this one would take its end for its own. Give each "
-            "training a path of its own. If this one is to go on from that end: start it with "
+            "training a path of its own. If this one is to continue from that end: start it with "
             f"rollback_to={version} (TIERCKPT_ROLLBACK_TO={version})"
         )
 
@@ -171,7 +171,7 @@ class JobDirectory:
         on_wait: Callable[[str], None] = lambda text: None,
         watches: Sequence[str] = (),
         local: str = "",
-        goes_on_from: int = 0,
+        continues_from: int = 0,
     ) -> int:
         """Become the running trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
         directories of this trainer's halt requests, see `watched`. `local`: see `last_local`.
@@ -179,7 +179,7 @@ class JobDirectory:
         The kernel may need some time to tear down a killed predecessor, so this waits
         `patience_seconds` before it raises JobBusyError; `on_wait` is called once. Raises
         JobFinishedError if the predecessor finishes meanwhile (`unlock_rank`), unless it does so at
-        the version `goes_on_from`, and OSError if the lock is no plain file, or the folder cannot
+        the version `continues_from`, and OSError if the lock is no plain file, or the folder cannot
         be made.
         """
         path = self.lock_path(rank)
@@ -210,7 +210,7 @@ class JobDirectory:
                 text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
                 on_wait(f"{text} {owner}): waiting at most {patience_seconds:g} s for its end")
             finished = _await(path, deadline)
-            if finished not in (None, goes_on_from):
+            if finished not in (None, continues_from):
                 raise JobFinishedError(local or f"job {self.job!r}", finished)
             time.sleep(NAP_SECONDS)
         with contextlib.suppress(OSError):
@@ -476,7 +476,7 @@ def rank_of(name: str) -> int:
 
 
 def _unlocked(path: Path) -> bool:
-    """True when no process has it locked. Nobody locks what is no file."""
+    """True when no process has it locked. Only files are locked."""
     try:
         return file_lock.unlocked(path)
     except OSError as error:

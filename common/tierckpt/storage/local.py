@@ -7,7 +7,7 @@ ParityKey, and treats both the same. These statements hold at every instant, als
 is killed or the machine loses power:
 
 - a manifest exists only if its shard is complete and on the device;
-- names beginning with a dot are work in progress and are never data.
+- names with a dot first are work in progress and are never data.
 
 Files retired by retention are kept for reuse (one of each kind), since overwriting an allocated
 file is measurably faster than growing a new one. Neither torch nor numpy, so that the agent stays
@@ -88,10 +88,10 @@ class LocalStore:
         `still_sealed` is called after the last byte was read: False means that `image` did change,
         and raises OSError.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with self.draft(key, len(image)) as draft:
             draft.write(image, 0)
-            return draft.finish(manifest, still_sealed, begin)
+            return draft.finish(manifest, still_sealed, start)
 
     def commit_file(
         self,
@@ -108,18 +108,18 @@ class LocalStore:
         was mapped. Flushing from user space, as libpmem does, would require that the writer mapped
         it with MAP_SYNC, and would save this process one system call.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         with self.draft(key, image.stat().st_size, file=image) as draft:
-            return draft.finish(manifest, still_sealed, begin)
+            return draft.finish(manifest, still_sealed, start)
 
     def draft(
         self, key: ShardKey, nbytes: int = 0, encoded: bool = False, file: Path | None = None
     ) -> Draft:
-        """Begin a commit in steps: a file of `nbytes` that is written piece by piece.
+        """Start a commit in steps: a file of `nbytes`, written piece by piece.
 
         An earlier file with this key stops existing now: it could only be an earlier attempt of
-        this node. If a living process is writing it (an agent that was passed over, whose disk
-        hangs), it is left alone and OSError is raised: two writers would take each other's files.
+        this node. If a living process is writing it (an agent that was passed over, with a hanging
+        disk), it is left alone and OSError is raised: two writers would take each other's files.
         `encoded`: codecs have changed the bytes, and `Draft.sync` receives their number. `file`
         already has the bytes, and must not be written to.
         """
@@ -308,7 +308,7 @@ class LocalStore:
 
 
 class Draft:
-    """A shard or parity that is being written; it exists once `commit` has returned.
+    """A shard or parity being written; it exists once `commit` has returned.
 
     Use it in a `with` statement: leaving that without a successful commit leaves no files. For one
     thread at a time. Every method may raise OSError.
@@ -381,16 +381,16 @@ class Draft:
         self._exists = True
 
     def finish(
-        self, manifest: bytes, still_sealed: Callable[[], bool], begin: float
+        self, manifest: bytes, still_sealed: Callable[[], bool], start: float
     ) -> CommitTimes:
-        """Sync and commit the written bytes; `begin` is the time when writing began. See
+        """Sync and commit the written bytes; `start`: when writing started. See
         `LocalStore.commit`."""
         self.sync()
         written = time.perf_counter()
         if not still_sealed():
             raise FileNotFoundError(f"the slot of {self._key} was refilled while it was written")
         self.commit(manifest)
-        return CommitTimes(written - begin, time.perf_counter() - written, self.direct)
+        return CommitTimes(written - start, time.perf_counter() - written, self.direct)
 
     def _remove(self) -> None:
         # The manifest goes first (it exists if the last fsync failed). The space is freed at once:
@@ -437,7 +437,7 @@ def commit_encoded(
     """
     from tierckpt.codecs.shard_coding import Encoder, cut
 
-    begin = time.perf_counter()
+    start = time.perf_counter()
     base = chain.base_for_next(pipeline.full_every)
     if base is not None and not store.has(base.manifest.key):
         base = None
@@ -455,7 +455,7 @@ def commit_encoded(
         store.retire(key)  # another agent, which did not know of this one, was working here
         raise FileNotFoundError(f"{base.manifest.key} was retired while {key} still referred to it")
     chain.wrote(made)
-    return CommitTimes(written - begin, time.perf_counter() - written, draft.direct), nbytes
+    return CommitTimes(written - start, time.perf_counter() - written, draft.direct), nbytes
 
 
 def _write_all(draft: Draft, stored: Iterable[Buffer]) -> int:

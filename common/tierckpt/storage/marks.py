@@ -6,10 +6,10 @@ the user's functions). A remover of a local version looks for its mark and then 
 version, under a lock. A user who pins a version sets the mark and then looks whether the version
 still exists, under the same lock. So an accepted pin holds.
 
-A suspect is a version that was, or may have been, taken while replicas differed. A version whose
-manifest says so (`VersionFacts.suspect`) needs no mark: it was taken after the difference had been
-found. Versions between the last round in which all replicas were the same and that moment get a
-mark. Its content describes the difference.
+A suspect is a version that was, or may have been, taken while replicas differed. A version with a
+manifest that says so (`VersionFacts.suspect`) needs no mark: it was taken after the difference had
+been found. Versions between the last round in which all replicas were the same and that moment get
+a mark. Its content describes the difference.
 
 Imports little: the agent copies marks to the persistent level, and removes those of versions that
 it retires.
@@ -48,7 +48,7 @@ __all__ = [
 
 _PIN_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
 _EVERYWHERE = "everywhere\n"
-"""Content of a local mark that is copied to the persistent level with the version."""
+"""Content of a local mark, copied to the persistent level with the version."""
 
 
 class LocalPins:
@@ -139,7 +139,7 @@ class LocalPins:
 @contextlib.contextmanager
 def locked_place(directory: Path) -> Iterator[None]:
     """Lock for one thread of one process at a time, if the file system can lock a directory. (NFS
-    cannot: a pin that is set in the very moment of a removal may be too late there.)"""
+    cannot: a pin set in the very moment of a removal may be too late there.)"""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -271,7 +271,7 @@ class NewPins:
         """Versions still to be processed, oldest first."""
 
     def add(self, directory: str, name: VersionName) -> None:
-        """Add a version that is complete; `directory` is its local level."""
+        """Add a complete version; `directory` is its local level."""
         self._unseen.append((LocalPins(directory), name))
 
     def pin(self, store: PersistentStore) -> None:

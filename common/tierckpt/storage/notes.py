@@ -8,7 +8,7 @@ Rollbacks (see `core.branches`): the request that `tierckpt rollback` leaves at 
 record of a run that went back. They are two files with one writer each, so that a run that stores
 its record never overwrites a newer request.
 
-Runs, in the folder `runs`: a file for the beginning of each run, and one for its end. They stay
+Runs, in the folder `runs`: a file for the start of each run, and one for its end. They stay
 when retention has removed the run's versions, so the history is longer than what is left of it. Of
 very many runs, the newest are kept.
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.core.branches import Child, Origin, Rollback, RollbackRequest
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import (
@@ -81,7 +81,7 @@ class Notes:
         return str(self._place) if isinstance(self._place, Path) else self._place.url
 
     def names(self, folder: str = "") -> list[str]:
-        """Names of the files at the place, or in a folder there; empty if that is missing."""
+        """Names of the files at the place, or in a folder there; empty if it is missing."""
         if not isinstance(self._place, Path):
             return sorted(n for n in self._place.notes(folder) if not n.endswith("/"))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -104,7 +104,7 @@ class Notes:
         except (CorruptShardError, FormatError) as error:
             raise type(error)(f"{self.where}: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"{self.where}/{name} cannot be read: {in_words(error)}") from error
+            raise FormatError(f"{self.where}/{name} cannot be read: {error_text(error)}") from error
         return dict(values)
 
     def write(self, name: str, kind: str, values: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class RollbackFiles:
             return RollbackRequest(int(values["version"]), str(values["name"]), self.where)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(
-                f"{self.where}/{ROLLBACK_REQUEST} is no request: {in_words(error)}"
+                f"{self.where}/{ROLLBACK_REQUEST} is no request: {error_text(error)}"
             ) from error
 
     def record(self) -> Rollback | None:
@@ -187,7 +187,7 @@ class RollbackFiles:
             return Rollback(int(values["generation"]), int(values["version"]), honoured)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(
-                f"{self.where}/{ROLLBACK_RECORD} is no record: {in_words(error)}"
+                f"{self.where}/{ROLLBACK_RECORD} is no record: {error_text(error)}"
             ) from error
 
     def ask(self, request: RollbackRequest) -> None:
@@ -295,7 +295,7 @@ class RunRecords:
                 found.troubles.append(f"the record of a run: {error}")
             except (KeyError, TypeError, ValueError) as error:
                 where = f"{self._notes.where}/{RUNS_FOLDER}/{name}"
-                found.troubles.append(f"the record of a run, {where}: {in_words(error)}")
+                found.troubles.append(f"the record of a run, {where}: {error_text(error)}")
         found.records.sort(key=lambda each: (each.generation, each.started_seconds))
         return found
 
@@ -336,7 +336,7 @@ class OriginFile:
             return Origin.from_json(values)
         except (KeyError, TypeError, ValueError) as error:
             where = f"{self._notes.where}/{ORIGIN}"
-            raise FormatError(f"{where} is no record of a fork: {in_words(error)}") from error
+            raise FormatError(f"{where} is no record of a fork: {error_text(error)}") from error
 
     def write(self, origin: Origin) -> None:
         """Write the record, in place of an earlier one; durable at return."""

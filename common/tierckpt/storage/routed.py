@@ -5,7 +5,7 @@ restored ones, and the files themselves.
     <files_dir>/tierckpt-files-<uid>/<job>/r<rank>/restored/<shard>/...
 
 Nothing in them is data for a restart: a version is in its slots and files. They belong to the
-running trainer of the rank, whose lock is in the job's folder (see `job_directory`).
+running trainer of the rank, with its lock in the job's folder (see `job_directory`).
 
 The bytes of files are the end of an encoded tree (FORMAT.md, "Encoded tree"), so a reader can
 leave them out: a tree with its files may be many gigabytes long, and what other parts of a program
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, FormatError, TierckptError
 from tierckpt.storage.durable import SHARED_KINDS, mount_of
 from tierckpt.storage.job_directory import JobDirectory
@@ -46,7 +46,7 @@ __all__ = [
 
 
 FILE_PREFIX = "file/"
-"""Begin of the names of entries that are files."""
+"""Start of the names of entries for files."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class SourceFile:
                 f"{name!r} is still open for writing, so a part may be missing: close it (end "
                 "the `with`, delete the memory map) before the version ends"
             )
-        found = os.lstat(path)  # again: nobody writes now
+        found = os.lstat(path)  # again: no writer is left
         return SourceFile(name, path, found.st_size, stat.S_IMODE(found.st_mode))
 
 
@@ -214,7 +214,7 @@ class VersionFiles:
         be closed when the version ends. Not collective: a rank may route any number of files, and
         two ranks may use the same name. After a restart each rank finds its own.
 
-        Raises TierckptError if the version has ended, or for a name that is not relative.
+        Raises TierckptError if the version has ended, or for an absolute name.
         """
         if self.complete is not None:
             raise TierckptError(f"route({os.fspath(name)!r}): version {self.name} has ended")
@@ -244,7 +244,7 @@ class VersionFiles:
 
 
 Range = tuple[int, int]
-"""Begin and end in the encoded tree."""
+"""Start and end in the encoded tree."""
 _MARK = b'"contents"'
 
 
@@ -269,7 +269,7 @@ def files_at_end(nbytes: int, read: Callable[[int, int], bytes]) -> dict[str, Ra
         if low < end:
             raise ValueError(f"files of {sum(sizes)} bytes in {nbytes}")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise FormatError(f"not an encoded tree with files: {in_words(error)}") from error
+        raise FormatError(f"not an encoded tree with files: {error_text(error)}") from error
     bounds = list(accumulate(sizes, initial=low))
     return dict(zip(contents, pairwise(bounds), strict=True))
 

@@ -4,8 +4,8 @@ The rule that keeps a restorable version at every instant (docs/internals/agreem
 are enough"): a slot is overwritten only when it holds no version of the ledger's protected set, is
 not being filled, and is not being read by an agent of this run or the previous one.
 
-An agent whose disk is slow or hangs reads a slot for long. Then the pool makes one more, so that
-versions in memory go on; without memory for that it takes the slot away from the reader, which
+An agent with a slow or hanging disk reads a slot for long. Then the pool makes one more, so that
+versions in memory continue; without memory for that it takes the slot away from the reader, which
 notices before it commits anything (`TrainerSession`).
 
 Thread-safe: the copier thread chooses slots, the training thread queries and frees them.
@@ -30,11 +30,11 @@ from .job_directory import JobDirectory, rank_of
 from .slots import ImageFile, Mappings, Slot, images_of
 
 LATE_SECONDS = 2.0
-"""A slot that is read for longer gets a substitute."""
+"""A slot read for longer gets a substitute."""
 KEPT_SECONDS = 60.0
 """A substitute is kept for this time after it was last needed: disks are slow again and again."""
 TAKEN_SECONDS = 10.0
-"""Without memory for a substitute, a slot that is read for longer is taken away. Twice as long
+"""Without memory for a substitute, a slot read for longer is taken away. Twice as long
 after each time, or a slow disk would never complete a version."""
 LOOK_SECONDS = 1.0
 """Interval between two looks for memory, while there is too little."""
@@ -256,18 +256,18 @@ class SlotPool:
 
     @property
     def outlook(self) -> str:
-        """What happens in memory while an agent does not finish with a slot, in words."""
+        """What happens in memory while an agent does not finish with a slot, as text."""
         with self._lock:
             if not self.volatile and (not self._late() or self._memory_for_more()):
-                return "versions in memory go on"
+                return "versions in memory continue"
             if self.volatile or self.in_place is not None:
                 return (
                     f"no version is taken in memory until then: {self.job.root.parent} has no room "
                     "for one more slot"
                 )
             return (
-                f"versions in memory go on; {self.job.root.parent} has no room for one more slot, "
-                "so the version that is being written is given up for them"
+                f"versions in memory continue; {self.job.root.parent} has no room for one more "
+                "slot, so the version now being written is given up for them"
             )
 
     def _make_ready(self, index: int, seal_bytes: int, image_bytes: int, at_once: bool) -> Slot:

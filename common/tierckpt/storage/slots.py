@@ -424,7 +424,7 @@ class Slot:
         return memoryview(self._map)[self.seal_bytes :]
 
     def populate(self) -> None:
-        """Map all pages at once, for a thread that is about to fill the slot; other threads run
+        """Map all pages at once, for a thread about to fill the slot; other threads run
         meanwhile. Until then pages are mapped as they are touched: a restart opens all slots before
         its first step, and fills none."""
         if not self.is_populated:

@@ -206,7 +206,7 @@ class StoreConformance:
     # --- faults ----------------------------------------------------------------------------------
 
     def test_failing_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
-        """An input/output error at the k-th operation, for every k; then the store goes on."""
+        """An input/output error at the k-th operation, for every k; then the store continues."""
         for hit in range(1, MAX_OPERATIONS):
             directory, log = tmp_path / f"eio{hit}", tmp_path / f"eio{hit}.log"
             store = self.make_store(directory)
@@ -222,15 +222,15 @@ class StoreConformance:
                 return
             assert "injected" in str(error)
             at = f"after an error at operation {hit}"
-            begun, finished = _read_log(log)
-            if begun == finished:
+            tried, finished = _read_log(log)
+            if tried == finished:
                 pytest.fail(f"{at}: it came outside all work")
-            if begun[-1].startswith("commit") and begun[-1] not in finished:
-                failed, there = key_of(int(begun[-1].split()[1])), store.keys()
+            if tried[-1].startswith("commit") and tried[-1] not in finished:
+                failed, there = key_of(int(tried[-1].split()[1])), store.keys()
                 exists = failed in there and not self.failed_commit_may_exist
                 assert not exists, f"{at}: the failed commit exists"
-            self._check_survivors(store, begun, finished, at)
-            self._check_going_on(store, directory, at)
+            self._check_survivors(store, tried, finished, at)
+            self._check_continues(store, directory, at)
         pytest.fail("the sweep does not end")
 
     def test_a_kill_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
@@ -246,12 +246,12 @@ class StoreConformance:
                 return
             assert status == -signal.SIGKILL
             at = f"after a kill at operation {hit}"
-            begun, finished = _read_log(log)
-            self._check_survivors(store, begun, finished, at)
+            tried, finished = _read_log(log)
+            self._check_survivors(store, tried, finished, at)
             store.clean(0)
-            self._check_survivors(store, begun, finished, f"{at} and cleaning")
+            self._check_survivors(store, tried, finished, f"{at} and cleaning")
             self._check_no_orphans(store, directory, at)
-            self._check_going_on(store, directory, at)
+            self._check_continues(store, directory, at)
         pytest.fail("the sweep does not end")
 
     def _run_sweep(self, folder: Path) -> None:
@@ -263,19 +263,19 @@ class StoreConformance:
             timeout=240,
         )
 
-    def _check_survivors(self, store: Any, begun: list[str], finished: list[str], at: str) -> None:
+    def _check_survivors(self, store: Any, tried: list[str], finished: list[str], at: str) -> None:
         """Check that exactly the expected shards exist, and that all of them are sound."""
         must: set[ShardKey] = set()
         for text in finished:
             operation, version = text.split()
             (must.add if operation == "commit" else must.discard)(key_of(int(version)))
         may = set(must)
-        if begun != finished:  # the interrupted operation may have happened or not
-            touched = key_of(int(begun[-1].split()[1]))
+        if tried != finished:  # the interrupted operation may have happened or not
+            touched = key_of(int(tried[-1].split()[1]))
             must.discard(touched)
             may.add(touched)
         there = set(store.keys())
-        assert must <= there <= may, f"{at}: {finished} were done, {begun[-1:]} was in progress"
+        assert must <= there <= may, f"{at}: {finished} were done, {tried[-1:]} was in progress"
         for key in there:
             assert is_sound(store, key), f"{at}: {key} differs from the committed one"
 
@@ -286,7 +286,7 @@ class StoreConformance:
         found = {p for p in files if not p.name.startswith(".spare")}
         assert found == known, f"{at}: files without a shard are left"
 
-    def _check_going_on(self, store: Any, directory: Path, at: str) -> None:
+    def _check_continues(self, store: Any, directory: Path, at: str) -> None:
         store.create()
         with page_aligned(content_of(key_of(9))) as image:
             store.commit(key_of(9), image, manifest_of(key_of(9)))
@@ -295,11 +295,11 @@ class StoreConformance:
 
 
 def _read_log(log: Path) -> tuple[list[str], list[str]]:
-    """Operations that began, and operations that finished."""
+    """Operations that started, and operations that finished."""
     lines = log.read_text().splitlines() if log.exists() else []
-    begun = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
+    tried = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
     finished = [line.removeprefix("end ") for line in lines if line.startswith("end ")]
-    return begun, finished
+    return tried, finished
 
 
 def windows(data: bytes, size: int = WINDOW_BYTES) -> Content:
@@ -321,7 +321,7 @@ class BackendConformance:
     """Subclass it with a fixture `backend`: an empty one. Set missing capabilities to False."""
 
     exclusive_is_atomic = True
-    """Of several exclusive puts at once exactly one succeeds. False: two jobs that begin within
+    """Of several exclusive puts at once exactly one succeeds. False: two jobs that start within
     about a second are not kept apart (see `storage.persistent.lease`)."""
 
     def test_a_file_is_read_back_whole_and_in_ranges(self, backend: Backend) -> None:
@@ -437,7 +437,7 @@ class BackendConformance:
         backend.discard("nothing")
 
     def test_deleting_removes_only_the_named_file(self, backend: Backend) -> None:
-        """Names with the same beginning stay."""
+        """Names with the same start stay."""
         for name in ("v1/a", "v1/deep/b", "v10/a", "v1.manifest"):
             put(backend, name, b"x")
         backend.delete_folder("v1")

@@ -63,7 +63,7 @@ def is_sound(store: Any, key: ShardKey) -> bool:
 
 @contextlib.contextmanager
 def page_aligned(content: bytes) -> Iterator[memoryview]:
-    """`content` in memory that is aligned for direct I/O: in a mapping, as a slot's image is."""
+    """`content` in memory aligned for direct I/O: in a mapping, as a slot's image is."""
     with mmap.mmap(-1, len(content)) as memory:
         memory[:] = content
         with memoryview(memory) as view:
@@ -88,7 +88,7 @@ WORK: tuple[tuple[str, int, int, int], ...] = (
 
 
 def work(store: Any, log: Path) -> Iterator[tuple[str, int]]:
-    """Do WORK, and log the begin and end of each operation; yields finished operations."""
+    """Do WORK, and log the start and end of each operation; yields finished operations."""
     store.create()
     for operation, version, pages, edition in WORK:
         _note(log, f"begin {operation} {version}")

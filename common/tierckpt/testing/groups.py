@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.group import Group
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def run_ranks(
             results[rank] = program(ThreadGroup(rank, meeting))
         except BaseException as error:
             failures.append(error)
-            meeting.abort(f"rank {rank} failed: {in_words(error)}")
+            meeting.abort(f"rank {rank} failed: {error_text(error)}")
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)

@@ -33,7 +33,7 @@ def program() -> str | None:
 
 @contextlib.contextmanager
 def serving(directory: Path, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Iterator[str]:
-    """Serve `directory`, whose folders are the buckets; yields the server's URL.
+    """Serve `directory`, with its folders as buckets; yields the server's URL.
 
     `inside` is put before the commands, to run them in a network namespace that has `host`.
     """

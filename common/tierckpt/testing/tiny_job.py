@@ -85,7 +85,7 @@ class TinyJob:
         return self._checkpointer
 
     def restore(self, version: SupportsIndex | None = None, strict: bool = True) -> Restored:
-        """Restore the newest version, and go on from there."""
+        """Restore the newest version, and continue from there."""
         restored = self.checkpointer.restore(version, strict)
         self.iteration = int(restored)
         return restored

@@ -6,7 +6,7 @@ Off unless `trace_dir` is set; then each rank appends to `<trace_dir>/trace-r<ra
 first `trace_steps` boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
 `about:tracing` and Perfetto.
 
-The file is a JSON array that is never closed, which both viewers accept: everything written before
+The file is a JSON array, never closed, which both viewers accept: everything written before
 a kill is readable. A new run cuts off an incomplete last line and continues after it. Time stamps
 are microseconds of Unix time, read once and continued by the monotonic clock, so that setting the
 clock during the job changes nothing.
@@ -15,7 +15,7 @@ Kinds of entries (their `cat`):
 
 | kind | row | meaning |
 |---|---|---|
-| `begin` | training | a run begins: rank, process id, host |
+| `begin` | training | a run starts: rank, process id, host |
 | `boundary`, `barrier` | training | the two stalls |
 | `update` | training | an optimizer changes the weights |
 | `trace` | training | this recorder writes its file |
@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tierckpt._appender import Appender
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.core.parts import Boundary, Part
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Trace(Part):
     the recording with a notice, and is never raised.
 
     Args:
-        path: the file; made or continued. Raises OSError if that is not possible, ValueError if it
-            is not a trace.
+        path: the file; made or continued. Raises OSError if it cannot be, ValueError if it is not a
+            trace.
         steps: number of boundaries to record from now on.
         name_of: the name of a parameter.
         notice: called with a sentence when the recording ends early.
@@ -103,19 +103,19 @@ class Trace(Part):
         self._layers: tuple[CopyPlan | None, list[list[str]]] = (None, [])
         self._sealed_at: dict[int, float] = {}
         self._reducing: set[torch.futures.Future[Any]] = set()
-        """Reductions with an end that is not recorded yet."""
-        self._update_begin: float | None = None
+        """Reductions with an end not recorded yet."""
+        self._update_start: float | None = None
         self._hooks: list[Any] = []
         self._epoch_us = time.time_ns() / 1e3 - 1e6 * time.perf_counter()
         self._file: Appender | None = Appender(_open(path), by_child)
-        self._begin()
+        self._write_head()
 
     # --- any thread ----------------------------------------------------------------------------
 
     def span(
         self,
         kind: str,
-        begin_seconds: float,
+        start_seconds: float,
         end_seconds: float,
         row: int | None = None,
         **args: Any,
@@ -124,14 +124,14 @@ class Trace(Part):
         row = self._row() if row is None else row
         if kind == "seal":
             self._sealed_at[args["version"]] = end_seconds
-        self._queue.append(lambda: self._line(kind, kind, row, begin_seconds, end_seconds, args))
+        self._queue.append(lambda: self._line(kind, kind, row, start_seconds, end_seconds, args))
 
     def copied(
         self,
         version: int,
         plan: CopyPlan,
         blocks: Sequence[int],
-        begin_seconds: float,
+        start_seconds: float,
         end_seconds: float,
     ) -> None:
         """Record that this thread copied and hashed blocks."""
@@ -142,7 +142,7 @@ class Trace(Part):
             layers = list(dict.fromkeys(chain.from_iterable(by_block[b] for b in blocks)))
             nbytes = sum(plan.layout.blocks[b].nbytes for b in blocks)
             args = {"version": version, "bytes": nbytes, "layers": layers}
-            return self._line("copy", label(layers), row, begin_seconds, end_seconds, args)
+            return self._line("copy", label(layers), row, start_seconds, end_seconds, args)
 
         self._queue.append(line)
 
@@ -160,13 +160,13 @@ class Trace(Part):
         """
         if self._file is None:
             return
-        begin, held = launched_seconds or time.perf_counter(), list(params)
+        start, held = launched_seconds or time.perf_counter(), list(params)
 
         def line(kind: str, row: int, end_seconds: float | None) -> str:
             names = [self._name_of(p) for p in held]
             nbytes = sum(p.nbytes for p in held)
             args = {"version": version, "bytes": nbytes, "layers": names}
-            return self._line(kind, label(names), row, begin, end_seconds, args)
+            return self._line(kind, label(names), row, start, end_seconds, args)
 
         self._queue.append(lambda: line("release", LAUNCHES, None))
         if reduction is not None and not any(p.is_cuda for p in held):
@@ -185,7 +185,7 @@ class Trace(Part):
     # --- training thread -----------------------------------------------------------------------
 
     def attached(self, job: TrainingJob) -> None:
-        """Watch the optimizers, after the hooks that wait for the copy: that is no update."""
+        """Watch the optimizers, after the hooks that wait for the copy: the wait is no update."""
         steppers = job.state.steppers
         self._hooks = self.watch({name: each[0] for name, each in steppers.items() if each})
 
@@ -198,13 +198,13 @@ class Trace(Part):
         """Write the queue; close the file when all requested steps are recorded."""
         if self._file is None:
             return
-        begin = time.perf_counter()
-        self.span("boundary", at.begin_seconds, begin, version=at.id.version)
+        start = time.perf_counter()
+        self.span("boundary", at.start_seconds, start, version=at.id.version)
         self._left -= 1
         if self._left <= 0:
             self._await_ends()
         self._flush()
-        self.span("trace", begin, time.perf_counter())
+        self.span("trace", start, time.perf_counter())
         if self._left <= 0:
             self.close()
 
@@ -238,13 +238,13 @@ class Trace(Part):
 
     def _before_update(self, *_: Any) -> None:
         # Horovod's step is a step around a step: the last start is the one of the update.
-        self._update_begin = time.perf_counter()
+        self._update_start = time.perf_counter()
 
     def _after_update(self, name: str) -> Callable[..., None]:
         def after_update(*_: Any) -> None:
-            begin, self._update_begin = self._update_begin, None
-            if begin is not None and self._file is not None:
-                self.span("update", begin, time.perf_counter(), TRAINING, optimizer=name)
+            start, self._update_start = self._update_start, None
+            if start is not None and self._file is not None:
+                self.span("update", start, time.perf_counter(), TRAINING, optimizer=name)
 
         return after_update
 
@@ -252,12 +252,12 @@ class Trace(Part):
         """A callback of the event log: record the agent's work from its report."""
         if event.name not in ("committed", "failed"):
             return
-        begin = self._sealed_at.pop(event.version, None)
-        if event.name == "committed" and begin is not None and self._file is not None:
+        start = self._sealed_at.pop(event.version, None)
+        if event.name == "committed" and start is not None and self._file is not None:
             for kind in ("write", "commit"):
-                end = begin + event.seconds[kind]
-                self.span(kind, begin, end, AGENT, version=event.version, bytes=event.nbytes)
-                begin = end
+                end = start + event.seconds[kind]
+                self.span(kind, start, end, AGENT, version=event.version, bytes=event.nbytes)
+                start = end
 
     def left(self, abandoned: bool) -> None:
         """Close the file, after the agent's last report."""
@@ -274,25 +274,25 @@ class Trace(Part):
             try:
                 file.close()
             except OSError as error:
-                self._notice(f"{self._path} lacks its end: {in_words(error)}")
+                self._notice(f"{self._path} lacks its end: {error_text(error)}")
         self._queue.clear()
         self._reducing.clear()
         self._layers = (None, [])  # a plan keeps every tensor of the state alive
 
     # --- the file ------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _write_head(self) -> None:
         about = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}
         names = "".join(map(_encode, row_names(self.rank, f"rank {self.rank}", ROW_NAMES)))
         now = time.perf_counter()
-        begin = self._line("begin", "begin", TRAINING, now, None, about)
-        self._queue.append(lambda: names + begin)
+        start = self._line("begin", "begin", TRAINING, now, None, about)
+        self._queue.append(lambda: names + start)
         self._flush()
 
     def _line(
-        self, kind: str, name: str, row: int, begin: float, end: float | None, args: dict[str, Any]
+        self, kind: str, name: str, row: int, start: float, end: float | None, args: dict[str, Any]
     ) -> str:
-        ts = self._us(begin)
+        ts = self._us(start)
         shape: dict[str, Any] = (
             {"ph": "i", "s": "t", "ts": ts}
             if end is None
@@ -334,7 +334,7 @@ class Trace(Part):
             with contextlib.suppress(OSError):
                 file.close()
             self._queue.clear()
-            self._notice(f"{self._path} is not continued: {in_words(error)}")
+            self._notice(f"{self._path} is not continued: {error_text(error)}")
 
 
 def open_trace(

@@ -24,12 +24,12 @@ class TimelineError(TierckptError):
 
 @dataclass(frozen=True)
 class Span:
-    """An activity from `begin_us` to `end_us`, Unix time; an instant if the two are equal."""
+    """An activity from `start_us` to `end_us`, Unix time; an instant if the two are equal."""
 
     kind: str
     """A kind from the table in `tierckpt.tracing.recorder`, or Horovod's `negotiate`."""
     rank: int
-    begin_us: int
+    start_us: int
     end_us: int
     name: str = ""
     row: str = "training"
@@ -38,17 +38,17 @@ class Span:
     layers: tuple[str, ...] = ()
     """Parameters concerned."""
     launched_us: int | None = None
-    """The time at which the first rank requested an allreduce, if the span itself begins later."""
+    """The time at which the first rank requested an allreduce, if the span itself starts later."""
 
     @property
     def us(self) -> int:
         """The duration."""
-        return self.end_us - self.begin_us
+        return self.end_us - self.start_us
 
     @property
     def latency_us(self) -> int:
         """The time from the launch to the end."""
-        return self.end_us - (self.begin_us if self.launched_us is None else self.launched_us)
+        return self.end_us - (self.start_us if self.launched_us is None else self.launched_us)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Timeline:
             for (of_rank, kind), spans in self._spans.items()
             if rank in (None, of_rank) and (not kinds or kind in kinds)
             for span in spans
-            if version in (None, span.version) and span.begin_us >= from_us
+            if version in (None, span.version) and span.start_us >= from_us
         ]
         return sorted(found, key=_order)
 
@@ -99,7 +99,7 @@ class Timeline:
         requests: dict[str, list[int]] = {}
         for release in self.of("release", rank=rank):
             for layer in release.layers:
-                requests.setdefault(layer, []).append(release.begin_us)
+                requests.setdefault(layer, []).append(release.start_us)
         return [_as_requested(span, requests) for span in self.of("allreduce", rank=source)]
 
 
@@ -109,12 +109,12 @@ def _as_requested(span: Span, requests: dict[str, list[int]]) -> Span:
     times = [t for layer in span.layers for t in requests.get(layer, ()) if t <= span.end_us]
     if span.launched_us is None or not times:
         return span
-    return replace(span, launched_us=min(max(span.launched_us, max(times)), span.begin_us))
+    return replace(span, launched_us=min(max(span.launched_us, max(times)), span.start_us))
 
 
 def _order(span: Span) -> tuple[int, int]:
     """Longer spans come first: they contain the others."""
-    return (span.begin_us, -span.end_us)
+    return (span.start_us, -span.end_us)
 
 
 SIZE_FACTOR = 4
@@ -238,7 +238,7 @@ def update_gaps(timeline: Timeline, rank: int) -> Iterator[int]:
             last = None
             continue
         if last is not None:
-            yield span.begin_us - last
+            yield span.start_us - last
         last = span.end_us
 
 
@@ -248,7 +248,7 @@ def hidden(timeline: Timeline, rank: int) -> Hidden:
     moving = timeline.communication(rank)
     backward, computing = windows(timeline, rank)
     return Hidden(
-        copy_us=sum(end - begin for begin, end in copies),
+        copy_us=sum(end - start for start, end in copies),
         communication_us=overlap(
             copies, union((s.end_us - s.latency_us, s.end_us) for s in moving)
         ),
@@ -261,23 +261,23 @@ def hidden(timeline: Timeline, rank: int) -> Hidden:
 def windows(timeline: Timeline, rank: int) -> tuple[list[Interval], list[Interval]]:
     """For every step that reached its barrier: (backward, as far as seen; boundary to barrier)."""
     backward, computing = [], []
-    begin_us: int | None = None
+    start_us: int | None = None
     launch_us: int | None = None
     for span in timeline.of("boundary", "release", "barrier", "begin", rank=rank):
-        if span.kind == "barrier" and begin_us is not None:
-            computing.append((begin_us, span.begin_us))
+        if span.kind == "barrier" and start_us is not None:
+            computing.append((start_us, span.start_us))
             if launch_us is not None:
-                backward.append((launch_us, span.begin_us))
+                backward.append((launch_us, span.start_us))
         if span.kind == "release":
-            launch_us = span.begin_us if launch_us is None else launch_us
+            launch_us = span.start_us if launch_us is None else launch_us
         else:
-            begin_us = span.end_us if span.kind == "boundary" else None
+            start_us = span.end_us if span.kind == "boundary" else None
             launch_us = None
     return backward, computing
 
 
 def _intervals(spans: Iterable[Span]) -> list[Interval]:
-    return [(s.begin_us, s.end_us) for s in spans]
+    return [(s.start_us, s.end_us) for s in spans]
 
 
 def _sum(parts: Iterable[Hidden]) -> Hidden:
@@ -297,11 +297,11 @@ Interval = tuple[int, int]
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same points as disjoint intervals in order, without empty ones. O(n log n)."""
     found: list[Interval] = []
-    for begin, end in sorted(i for i in intervals if i[0] < i[1]):
-        if found and begin <= found[-1][1]:
+    for start, end in sorted(i for i in intervals if i[0] < i[1]):
+        if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
-            found.append((begin, end))
+            found.append((start, end))
     return found
 
 
@@ -310,9 +310,9 @@ def intersection(one: list[Interval], other: list[Interval]) -> list[Interval]:
     found: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            found.append((start, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
@@ -322,7 +322,7 @@ def intersection(one: list[Interval], other: list[Interval]) -> list[Interval]:
 
 def length(intervals: Iterable[Interval]) -> int:
     """The total length of a union."""
-    return sum(end - begin for begin, end in intervals)
+    return sum(end - start for start, end in intervals)
 
 
 def overlap(intervals: Iterable[Interval], cover: list[Interval]) -> int:
@@ -341,8 +341,8 @@ def lanes(intervals: list[Interval]) -> list[int]:
     """
     free_from: list[int] = []
     chosen = []
-    for begin, end in intervals:
-        lane = next((k for k, since in enumerate(free_from) if since <= begin), len(free_from))
+    for start, end in intervals:
+        lane = next((k for k, since in enumerate(free_from) if since <= start), len(free_from))
         free_from[lane:] = [end, *free_from[lane + 1 :]]
         chosen.append(lane)
     return chosen
@@ -359,9 +359,9 @@ def typical_version(timeline: Timeline, ranks: Sequence[int]) -> int:
     times: dict[int, list[int]] = {}
     for rank in ranks:
         for barrier in timeline.of("barrier", rank=rank):
-            begun = timeline.of("boundary", rank=rank, version=barrier.version)
-            if begun and timeline.of("copy", rank=rank, version=barrier.version):
-                times.setdefault(barrier.version, []).append(barrier.end_us - begun[-1].begin_us)
+            taken = timeline.of("boundary", rank=rank, version=barrier.version)
+            if taken and timeline.of("copy", rank=rank, version=barrier.version):
+                times.setdefault(barrier.version, []).append(barrier.end_us - taken[-1].start_us)
     whole = sorted((max(t), v) for v, t in times.items() if len(t) >= len(ranks))
     if not whole:
         raise TimelineError(
@@ -383,8 +383,8 @@ def step_of(timeline: Timeline, rank: int, version: int) -> list[Span]:
         there = f"v{min(recorded)} to v{max(recorded)}" if recorded else "no version at all"
         raise TimelineError(f"rank {rank} recorded no copy of v{version}; it recorded {there}")
     # those of the newest run, if several took the version
-    begin_us, barrier = boundaries[-1].begin_us, barriers[-1]
-    updates = [s for s in timeline.of("update", rank=rank) if s.begin_us >= barrier.begin_us]
+    start_us, barrier = boundaries[-1].start_us, barriers[-1]
+    updates = [s for s in timeline.of("update", rank=rank) if s.start_us >= barrier.start_us]
     end_us = updates[0].end_us if updates else barrier.end_us
     inside = [
         *timeline.of("copy", rank=rank, version=version),
@@ -393,7 +393,7 @@ def step_of(timeline: Timeline, rank: int, version: int) -> list[Span]:
         barrier,
         *updates[:1],
     ]
-    return [boundaries[-1], *(s for s in inside if begin_us <= s.begin_us < end_us)]
+    return [boundaries[-1], *(s for s in inside if start_us <= s.start_us < end_us)]
 
 
 def rows_of_step(spans: Sequence[Span]) -> dict[str, str]:
@@ -402,7 +402,7 @@ def rows_of_step(spans: Sequence[Span]) -> dict[str, str]:
     `body.0.weight` and `body.0.bias` share the row `body.0`. If there are too many rows, names are
     shortened further, and the remaining layers share the last row. The rank tree has its own.
     """
-    by_time = sorted(spans, key=lambda s: (s.kind != "allreduce", s.begin_us))
+    by_time = sorted(spans, key=lambda s: (s.kind != "allreduce", s.start_us))
     layers = list(dict.fromkeys(n for s in by_time if s.kind != "tree" for n in s.layers))
     deepest = max((layer.count(".") for layer in layers), default=0)
     for depth in range(deepest, 0, -1):

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 
 from .recorder import ROW_NAMES, label, row_names
 from .timeline import Span, Timeline, TimelineError, lanes
@@ -103,7 +103,7 @@ def write(timeline: Timeline, path: Path) -> None:
     Its time starts at zero; `otherData` has the real time of that. Raises TimelineError; the file
     is replaced completely or not at all.
     """
-    zero = min((s.begin_us for s in timeline.of()), default=0)
+    zero = min((s.start_us for s in timeline.of()), default=0)
     content = {
         "traceEvents": [e for rank in timeline.ranks() for e in _of_rank(timeline, rank, zero)],
         "displayTimeUnit": "ms",
@@ -126,7 +126,7 @@ def _of_rank(timeline: Timeline, rank: int, zero: int) -> list[Entry]:
     entries: list[Entry] = []
     for row in ROWS:
         members = [s for s in spans if s.row == row]
-        several = [(s.begin_us, s.end_us) for s in members] if row in PARALLEL else []
+        several = [(s.start_us, s.end_us) for s in members] if row in PARALLEL else []
         chosen = lanes(several) or [0] * len(members)
         for span, lane in zip(members, chosen, strict=True):
             entries.append({"pid": rank, "tid": len(names) + lane, **_entry(span, zero)})
@@ -143,7 +143,7 @@ def _entry(span: Span, zero: int) -> Entry:
     shape = (
         {"ph": "X", "dur": span.us} if span.us or span.kind != "release" else {"ph": "i", "s": "t"}
     )
-    return {"name": span.name, "cat": span.kind, "ts": span.begin_us - zero, **shape, "args": args}
+    return {"name": span.name, "cat": span.kind, "ts": span.start_us - zero, **shape, "args": args}
 
 
 START = "start_time_since_epoch_in_micros"
@@ -179,11 +179,11 @@ def read_horovod(path: Path, names: Names | None = None) -> list[Span]:
     try:
         return list(_spans_of_horovod(entries, starts[0], names or {}))
     except (KeyError, TypeError, ValueError) as error:
-        raise TimelineError(f"{path} has an entry of unknown form: {in_words(error)}") from error
+        raise TimelineError(f"{path} has an entry of unknown form: {error_text(error)}") from error
 
 
 def _spans_of_horovod(
-    entries: Iterable[dict[str, Any]], start_us: int, known: Names
+    entries: Iterable[dict[str, Any]], zero_us: int, known: Names
 ) -> Iterator[Span]:
     """Pair starts and ends. They nest within a tensor, so each tensor has a stack."""
     tensors: dict[int, str] = {}
@@ -194,18 +194,18 @@ def _spans_of_horovod(
         if phase == "M" and "name" in entry["args"]:
             tensors[pid] = entry["args"]["name"]
         elif phase == "B":
-            open_.setdefault(pid, []).append((entry["name"], start_us + entry["ts"]))
+            open_.setdefault(pid, []).append((entry["name"], zero_us + entry["ts"]))
         elif phase == "E" and open_.get(pid):  # a barrier has an end and no start
-            activity, begin_us = open_[pid].pop()
+            activity, start_us = open_[pid].pop()
             tensor, operation = tensors[pid], activity.removeprefix("NEGOTIATE_")
             if operation not in REDUCTIONS and not (operation == SPARSE and tensor in known):
                 continue
             if tensor.startswith(AGREEMENT):
                 continue
             layers = tuple(known.get(tensor, ())) or (tensor.removeprefix("allreduce."),)
-            span = Span("", 0, begin_us, start_us + entry["ts"], label(layers), layers=layers)
+            span = Span("", 0, start_us, zero_us + entry["ts"], label(layers), layers=layers)
             if operation != activity:
-                launched[pid] = begin_us
+                launched[pid] = start_us
                 yield replace(span, kind="negotiate", row="negotiate")
             elif not open_[pid]:
                 yield replace(
@@ -260,7 +260,7 @@ class ClockAgreement:
         return (
             f"{self.missing} of {self.expected} allreduces are not between their updates; the "
             f"stamps of the others are at most {self.late_us / 1e3:.2f} ms late or "
-            f"{self.early_us / 1e3:.2f} ms early, and they begin {self.delay_us / 1e3:.2f} ms "
+            f"{self.early_us / 1e3:.2f} ms early, and they start {self.delay_us / 1e3:.2f} ms "
             "(median) after the launch was noted"
         )
 
@@ -268,27 +268,27 @@ class ClockAgreement:
 def agreement(timeline: Timeline) -> ClockAgreement:
     """Compare rank 0's launches and updates with Horovod's allreduces."""
     # Horovod writes a new timeline in every run; Tierckpt's trace is continued.
-    run_us = max((s.begin_us for s in timeline.of("begin", rank=0)), default=0)
+    run_us = max((s.start_us for s in timeline.of("begin", rank=0)), default=0)
     updates = timeline.of("update", rank=0, from_us=run_us)
-    begins = [s.begin_us for s in updates]
+    starts = [s.start_us for s in updates]
     of_layer: dict[str, list[Span]] = {}
     for span in timeline.of("allreduce", rank=0):
         for layer in span.layers:
             of_layer.setdefault(layer, []).append(span)
     late, early, delays, expected = [], [], [], 0
     for launch in timeline.of("release", rank=0, from_us=run_us):
-        after = bisect_left(begins, launch.begin_us)
+        after = bisect_left(starts, launch.start_us)
         if not 0 < after < len(updates):
             continue
-        begin_us, end_us = updates[after - 1].end_us, begins[after]
+        start_us, end_us = updates[after - 1].end_us, starts[after]
         for layer in launch.layers:
             expected += 1
             reduced = of_layer.get(layer, [])
-            for span in reduced[bisect_left(reduced, begin_us, key=_begin_us) :][:1]:
+            for span in reduced[bisect_left(reduced, start_us, key=_start_us) :][:1]:
                 if span.end_us <= end_us:
-                    late.append(span.begin_us - begin_us)
+                    late.append(span.start_us - start_us)
                     early.append(end_us - span.end_us)
-                    delays.append(span.begin_us - launch.begin_us)
+                    delays.append(span.start_us - launch.start_us)
     return ClockAgreement(
         expected=expected,
         missing=expected - len(delays),
@@ -298,8 +298,8 @@ def agreement(timeline: Timeline) -> ClockAgreement:
     )
 
 
-def _begin_us(span: Span) -> int:
-    return span.begin_us
+def _start_us(span: Span) -> int:
+    return span.start_us
 
 
 @dataclass(frozen=True)
@@ -345,9 +345,9 @@ def _add_horovod(timeline: Timeline, path: Path, reductions: Names) -> None:
     """Add the part of Horovod's timeline that the traces cover: they may cover a part of the
     run."""
     ours = timeline.of()
-    begin, end = min(s.begin_us for s in ours), max(s.end_us for s in ours)
+    start, end = min(s.start_us for s in ours), max(s.end_us for s in ours)
     spans = read_horovod(path, reductions)
-    found = [s for s in spans if s.begin_us >= begin and s.end_us <= end]
+    found = [s for s in spans if s.start_us >= start and s.end_us <= end]
     if not found:
         raise TimelineError(
             f"{path} has no allreduce from the time that the traces cover; give files of one run"
@@ -373,7 +373,7 @@ def read_trace(path: Path) -> Recorded:
     try:
         return Recorded(list(_in_order(list(_spans(entries)))), _reductions(entries))
     except (KeyError, TypeError, IndexError) as error:
-        raise TimelineError(f"{path} has an entry of unknown form: {in_words(error)}") from error
+        raise TimelineError(f"{path} has an entry of unknown form: {error_text(error)}") from error
 
 
 def _in_order(spans: list[Span]) -> Iterable[Span]:
@@ -381,10 +381,10 @@ def _in_order(spans: list[Span]) -> Iterable[Span]:
 
     A callback notes its end, and may have to wait for Python to run it.
     """
-    updates = sorted(s.begin_us for s in spans if s.kind == "update")
+    updates = sorted(s.start_us for s in spans if s.kind == "update")
     for span in spans:
         if span.kind == "allreduce":
-            for update_us in updates[bisect_left(updates, span.begin_us) :][:1]:
+            for update_us in updates[bisect_left(updates, span.start_us) :][:1]:
                 span = replace(span, end_us=min(span.end_us, update_us))
         yield span
 
@@ -404,7 +404,7 @@ def _spans(entries: Iterable[dict[str, Any]]) -> Iterable[Span]:
         yield Span(
             kind=entry["cat"],
             rank=entry["pid"],
-            begin_us=entry["ts"],
+            start_us=entry["ts"],
             end_us=entry["ts"] + entry.get("dur", 0),
             name=entry["name"],
             row=ROW_NAMES[entry["tid"]],

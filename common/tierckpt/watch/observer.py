@@ -2,8 +2,8 @@
 
 The rows of the catalog are reduced to one line a level. A process that sees only the persistent
 level learns from the lease, and from unfinished versions: their files show how far all nodes are
-together, and whose shards are missing, wherever the watcher runs. Whether the job runs is decided
-by the surest sign that one look has found.
+together, and which ranks' shards are missing, wherever the watcher runs. Whether the job runs is
+decided by the surest sign that one look has found.
 
 Event tails: the newest events of all ranks, read from the ends of their files.
 
@@ -105,7 +105,7 @@ class _Tail:
     rank: int
     offset: int = 0
     rest: bytes = b""
-    """The begin of a line of which the end was not there yet."""
+    """The start of a line still without its end."""
     last: str = ""
     """The name of its newest event."""
     last_message: str = ""
@@ -134,11 +134,11 @@ class _Tail:
             size = os.fstat(file.fileno()).st_size
             if size < self.offset:  # another file of the same name
                 self.offset, self.rest = 0, b""
-            begin = max(self.offset, size - most_bytes)
-            cut = begin > self.offset
-            file.seek(begin)
-            data = file.read(size - begin)
-        self.offset = begin + len(data)
+            start = max(self.offset, size - most_bytes)
+            cut = start > self.offset
+            file.seek(start)
+            data = file.read(size - start)
+        self.offset = start + len(data)
         lines = ((b"" if cut else self.rest) + data).split(b"\n")
         self.rest = lines.pop()
         return [record for record in map(decode, lines[1:] if cut else lines) if record]
@@ -188,7 +188,7 @@ class EventTails:
         if not self._tails:
             return None
         each = max(MIN_TAIL_BYTES, min(MAX_TAIL_BYTES, READ_BYTES // len(self._tails)))
-        read = [*self._tails.values()] if first else self._in_turn()
+        read = [*self._tails.values()] if first else self._next_tails()
         for tail in read:
             self._read(tail, each)
         newest = _newest(self._tails.values())
@@ -213,10 +213,10 @@ class EventTails:
         for record in records:
             self._add(tail, record)
 
-    def _in_turn(self) -> list[_Tail]:
+    def _next_tails(self) -> list[_Tail]:
         tails = [self._tails[rank] for rank in sorted(self._tails)]
-        begin, self._turn = self._turn, (self._turn + FILES_AT_ONCE) % len(tails)
-        return (tails + tails)[begin : begin + min(FILES_AT_ONCE, len(tails))]
+        start, self._turn = self._turn, (self._turn + FILES_AT_ONCE) % len(tails)
+        return (tails + tails)[start : start + min(FILES_AT_ONCE, len(tails))]
 
     def _add(self, tail: _Tail, record: Record) -> None:
         name, level, time_seconds = record["name"], record["level"], record["time_seconds"]
@@ -305,7 +305,7 @@ def level_views(
     write_rates: Mapping[str, float],
 ) -> tuple[LevelView, ...]:
     """One view for each level of which something is seen, the cheapest first. `write_rates` are
-    those of events, for levels whose agent is not seen."""
+    those of events, for levels with an unseen agent."""
     results = list(agents)
     rates = {**write_rates, **_write_rates(results)}
     own = [row for row in rows if not row.elsewhere and row.is_past]
@@ -493,7 +493,7 @@ def _flush_work(store: PersistentStore, name: VersionName) -> Work:
 
 
 def _missing(store: PersistentStore, name: VersionName) -> tuple[list[int], int]:
-    """Shards that are not stored yet, and the number of others of which that is not known."""
+    """Shards not stored yet, and the number of those in an unknown state."""
     there = store.backend.sizes(name.stem)
     counts = [int(found[2]) for found in map(LABEL.match, there) if found]
     if not counts:
@@ -576,7 +576,7 @@ def _with_journal(restart: Restart | None, there: Survey) -> Restart | None:
 
 
 def _state(seen: Seen, now: float) -> tuple[str, str]:
-    """The state of the job, and the reason in words; the surest sign decides."""
+    """The state of the job, and the reason as text; the surest sign decides."""
     if seen.trainers:
         return RUNS, f"{seen.trainers} on this machine"
     if living := sum(lives for _, lives in seen.claims):
@@ -641,9 +641,9 @@ def _last_seen(seen: Seen, rows: Sequence[Row], state: str, now: float) -> float
 
 
 MAX_TIMES = 10_000
-"""Number of versions whose times are kept."""
+"""Number of versions with kept times."""
 MAX_NODES = 4096
-"""Number of directories whose claims are read."""
+"""Number of directories with claims that are read."""
 
 
 class Observer:
@@ -662,14 +662,14 @@ class Observer:
         self._dead_since: float | None = None
         """See `Seen.dead_since`."""
         self._hint: str | None = None
-        """Where the job may be, if nothing is at the paths; None: nobody has looked yet."""
+        """Where the job may be, if nothing is at the paths; None: not searched yet."""
         self._taken: dict[tuple[int, int, str], float] = {}
         """Unix times of the versions seen so far, by generation, version and run."""
 
     def look(self) -> View:
         """Collect a view. Raises MissingPathError if a path does not exist and its job has nothing
         in memory, and ConfigError for the folder of several jobs."""
-        begin, now = time.monotonic(), time.time()
+        start, now = time.monotonic(), time.time()
         seen = self._see()
         rows = rows_of(seen.there)
         self._remember(rows)
@@ -680,7 +680,7 @@ class Observer:
         return View(
             time_seconds=now,
             paths=(*self._paths, *self._found_paths),
-            took_seconds=time.monotonic() - begin,
+            took_seconds=time.monotonic() - start,
             job=job,
             levels=level_views(rows, now, results, seen.events, rates),
             work=tuple(_work(seen, now)),
@@ -728,8 +728,8 @@ class Observer:
         return seen
 
     def _named_by(self, claims: Iterable[tuple[Claim, bool]]) -> list[str]:
-        """Persistent places named in claims that were not given. One that is not here (another
-        machine's) is left out."""
+        """Persistent places named in claims that were not given. One not here (another machine's)
+        is left out."""
         named = dict.fromkeys(claim.persistent for claim, _ in claims if claim.persistent)
         known = {*map(_real, (*self._paths, *self._found_paths))}
         answers.silent(named, answers.PATIENCE_SECONDS)

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA = 1
-"""Number of the schema. A new field leaves it as it is; a field that is removed, or that means
-something else, increases it."""
+"""Number of the schema. A new field leaves it as it is; a field removed, or of another meaning,
+increases it."""
 
 RUNS, ENDING, STOPPED, UNKNOWN = "runs", "ending", "stopped", "unknown"
 
@@ -33,7 +33,7 @@ class JobState:
     """`runs`: a trainer lives. `ending`: trainers have ended, and an agent still works or waits.
     `stopped`: no process is left. `unknown`: nothing here shows whether a process lives."""
     evidence: str
-    """The reason for `state`, in words."""
+    """The reason for `state`, as text."""
     job_id: str
     last_seen_seconds: float | None
     """Unix time of the newest sign of the job: a version, an event, a lease."""
@@ -53,7 +53,7 @@ class LevelView:
 
     level: str
     version: int
-    """The newest version that is complete here; without one, the newest of which a part is here."""
+    """The newest version complete here; without one, the newest of which a part is here."""
     shards_seen: int
     shards: int
     versions: int
@@ -84,7 +84,7 @@ class Work:
     shard: int | None
     """None: all shards of the node, or of the job."""
     seconds: float
-    """Time since the begin; 0.0 where it is unknown."""
+    """Time since the start; 0.0 where it is unknown."""
     done_bytes: int = 0
     total_bytes: int = 0
     """Upper bound; 0 where it is unknown."""
@@ -92,7 +92,7 @@ class Work:
     total_shards: int = 0
     """Number of the version's shards; 0 for the work of one agent."""
     waits_for: str = ""
-    """Shards that are missing, in words."""
+    """Shards that are missing, as text."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class AgentView:
     trainers: tuple[int, ...]
     """Ranks that are connected."""
     awaited: tuple[int, ...]
-    """Ranks that were killed, whose successors it waits for."""
+    """Killed ranks, with successors that it waits for."""
     waiting: dict[str, int]
     """Number of versions that wait, by level."""
     quiet_seconds: float
@@ -174,7 +174,7 @@ class EventsView:
     incidents: tuple[Incident, ...]
     """The newest `failed`, `skipped`, `drifted` and `rejected`, newest first."""
     closed: str = ""
-    """The reason in the event `closed`, if that is the newest one."""
+    """The reason in the event `closed`, if it is the newest one."""
 
 
 @dataclass(frozen=True)

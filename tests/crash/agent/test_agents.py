@@ -1,6 +1,6 @@
 """Agents of a job of two nodes, with all levels on, die in mid-flush and mid-exchange.
 
-The training goes on, and the next commit starts another agent. It flushes the version that was
+The training continues, and the next commit starts another agent. It flushes the version that was
 being flushed. The version that was being protected is reported as lost, and later ones are
 protected.
 """
@@ -63,7 +63,7 @@ def flushed(job: Job) -> list[int]:
 
 
 def start(job: Job, rule: str, version: int, **settings: object) -> Life:
-    """A run that is stopped, or has one gate left, when the rule has fired for `version`: it still
+    """A run stopped, or with one gate left, when the rule has fired for `version`: it still
     has training to do then, however slow the agents are."""
     steps = range(version + 1, STEPS)
     gates = {f"before {step}": step for step in steps}
@@ -81,7 +81,7 @@ def start(job: Job, rule: str, version: int, **settings: object) -> Life:
     return life
 
 
-def go_on(life: Life) -> None:
+def resume(life: Life) -> None:
     """Run to the end, without another stop."""
     for gate in life.scenario.gates:
         life.open(gate)
@@ -89,12 +89,12 @@ def go_on(life: Life) -> None:
 
 
 def live_on_after_a_kill(job: Job, rule: str, version: int) -> None:
-    """The agent is dead before the training goes on to its end."""
+    """The agent is dead before the training continues to its end."""
     life = start(job, rule, version)
     (mark,) = job.scenario.marks(VICTIM).iterdir()
     job.wait_for(mark.read_text, "the agent's number")
     assert Process(int(mark.read_text())).ended(PATIENCE_SECONDS)
-    go_on(life)
+    resume(life)
 
 
 def said(job: Job, rank: int, event: str, level: str | None = None) -> list[tuple[int, str]]:
@@ -168,7 +168,7 @@ def test_an_agent_that_hangs_in_mid_flush_keeps_no_training_waiting(job: Job) ->
     assert flushed(job) == []
     (agent,) = job.agents(VICTIM)
     agent.wake()
-    go_on(life)
+    resume(life)
     for rank in range(RANKS):
         assert said(job, rank, "committed", "persistent")[0][0] == EARLIEST
         assert said(job, rank, "failed", "persistent") == []
@@ -184,7 +184,7 @@ def test_a_full_persistent_place_costs_that_version_there(job: Job) -> None:
     ((version, text),) = said(job, VICTIM, "failed", "persistent")
     assert version == FLUSHED
     assert "No space left on device" in text
-    assert "training goes on" in text
+    assert "training continues" in text
     assert flushed(job) == [STEPS]
     check_that_nothing_is_left(job)
     for rank in range(RANKS):

@@ -58,7 +58,7 @@ def fork_server() -> None:
         ),
     ],
 )
-def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_job_broken_again_and_again(launcher: str, tmp_path: Path, shm_dir: Path) -> None:
     run = Run(launcher, tmp_path, shm_dir)
     for seed in SEEDS[launcher]:
         findings = run.round(seed)

@@ -37,7 +37,7 @@ def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_a_machine_that_rebooted_resumes_the_newest_version_that_is_complete_on_disk(
+def test_a_rebooted_machine_resumes_the_newest_version_complete_on_disk(
     job: Job,
 ) -> None:
     """v12 is on one disk only: the other rank was still writing."""
@@ -82,7 +82,7 @@ def test_memory_of_a_living_job_is_never_removed(make_job: Callable[[str], Job])
     living.ended_as_undisturbed()
 
 
-def test_memory_of_a_job_whose_agent_still_writes_is_not_removed(
+def test_memory_of_a_job_with_a_writing_agent_is_not_removed(
     make_job: Callable[[str], Job],
 ) -> None:
     dead, other, later = make_job("dead"), make_job("other"), make_job("later")

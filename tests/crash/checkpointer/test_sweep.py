@@ -52,14 +52,14 @@ AGENT_POINTS = {
 
 
 BOTH = [f"{point}-{rank}" for point in TRAINER_POINTS for rank in range(RANKS)]
-IN_TURN = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_POINTS)]
+ALTERNATING = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_POINTS)]
 
 
-@pytest.mark.parametrize("where", swept_points(BOTH, *IN_TURN))
+@pytest.mark.parametrize("where", swept_points(BOTH, *ALTERNATING))
 def test_a_trainer_is_killed(where: str, job: Job) -> None:
     point, _, number = where.rpartition("-")
     rank = int(number)
-    if rank == 1:  # in turn, the smallest allowed number and the usual one
+    if rank == 1:  # by turns, the smallest allowed number and the usual one
         job.settings.update(slots=2, local_every_steps=0)
     rule = TRAINER_POINTS[point]
     killed = job.live({rank: rule})

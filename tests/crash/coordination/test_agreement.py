@@ -1,8 +1,8 @@
 """The dangerous instant of two slots (docs/internals/agreement.md).
 
 Rank 0 has sealed v12, has finished the next step, and would fill the slot of v11 with v13. Rank 1
-gave its gradients, so rank 0 could go on, but has not sealed v12. Whichever rank is killed now, v11
-must still be on both.
+gave its gradients, so rank 0 could continue, but has not sealed v12. Whichever rank is killed now,
+v11 must still be on both.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_lost_steps_and_time_are_those_of_the_job(
         "TIERCKPT_EVENTS_DIR": str(tmp_path / "events"),
         "TIERCKPT_HEARTBEAT_SECONDS": str(heartbeat_seconds),
     }
-    began = time.time()
+    started = time.time()
     done = subprocess.run(
         [*TORCHRUN, *launcher, str(script)],
         cwd=tmp_path,
@@ -128,7 +128,7 @@ def test_lost_steps_and_time_are_those_of_the_job(
     first, *_ = times_of(journals[0], "begin")
     *_, last = times_of(journals[0], "step")
     elapsed = report["elapsed_seconds"]
-    assert last - first <= elapsed <= ended - began
+    assert last - first <= elapsed <= ended - started
     shares = [each["seconds"] for each in report["categories"].values()]
     assert sum(shares) == pytest.approx(elapsed)
     assert min(shares) >= 0

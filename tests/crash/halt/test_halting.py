@@ -150,8 +150,8 @@ def start() -> Iterator[Start]:
     def run(
         then: str, patch: str = "", boundary: str = BOUNDARY, patience_seconds: float = 600.0
     ) -> subprocess.Popen[str]:
-        begin = BEGIN.format(patch=patch, boundary=boundary, patience_seconds=patience_seconds)
-        program = begin + then
+        first = BEGIN.format(patch=patch, boundary=boundary, patience_seconds=patience_seconds)
+        program = first + then
         process = subprocess.Popen([sys.executable, "-c", program], stdout=-1, text=True)
         started.append(process)
         assert process.stdout is not None
@@ -194,7 +194,7 @@ def test_a_process_that_hangs_in_a_collective_ends(start: Start) -> None:
     ("disarm", "seconds", "status"),
     [("signals.disarm()\n", 2, 0), ("", 600, 128 + signal.SIGTERM)],
 )
-def test_one_that_is_at_its_end_may_take_its_time(
+def test_one_at_its_end_may_take_its_time(
     start: Start, disarm: str, seconds: int, status: int
 ) -> None:
     """Both times are far beyond its patience; without `disarm` it does not come to the end."""

@@ -94,8 +94,8 @@ def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> No
     assert {x["size"] for x in resumed} == {2}
     assert {tuple(x["levels"].items()) for x in resumed} == {(("memory", 2),)}
     lives = [x for x in resumed if x["rank"] == 0]
-    begun = [kill for kill in kills if kill[0] != "loading"]  # a worker killed there never starts
-    for (place, step, _), life in zip(begun, lives, strict=True):
+    started = [kill for kill in kills if kill[0] != "loading"]  # a worker killed there never starts
+    for (place, step, _), life in zip(started, lives, strict=True):
         # At most the commit in progress is lost, and none once the next step has changed anything.
         assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)
         if (place, step) == ("updated", 8):
@@ -181,8 +181,8 @@ def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
 
 @on_demand("20 s; kills, and hosts that come, have tests of their own here")
 def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
-    """If Horovod is set to do so: the other worker goes on alone, then with a new one on that host;
-    twice."""
+    """If Horovod is set to do so: the other worker continues alone, then with a new one on that
+    host; twice."""
     job = make_job()
     rules = [rule("backward", 3, 1), rule("backward", 9, 1)]
     again = ["--blacklist-cooldown-range", "1", "3"]
@@ -305,9 +305,9 @@ def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
 
 @on_demand("35 s; tests/dist/coordination/test_former_nodes.py has such nodes without a launcher")
 def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
-    """Of three machines one is lost, and then a worker on another dies: the last one goes on alone,
-    from its own memory and from the agents of those it lost. The first comes back, with its agent
-    and its shards; its worker dies, and its agent is asked."""
+    """Of three machines one is lost, and then a worker on another dies: the last one continues
+    alone, from its own memory and from the agents of those it lost. The first comes back, with its
+    agent and its shards; its worker dies, and its agent is asked."""
     peers = {"peer_redundancy": "partner", "peer_interface": "lo", "agent_linger_seconds": "100"}
     job = make_job(local_every_steps="100", **peers)
     rules = [rule("backward", 5, 1), rule("backward", 11, 1)]
@@ -380,7 +380,7 @@ def test_a_rollback_is_made_once_and_never_by_a_restore_of_the_script(
 ) -> None:
     """One process, killed four times; from the second start on the variable is set."""
     wish = {"TIERCKPT_ROLLBACK_TO": "3", "TIERCKPT_AGENT_LINGER_SECONDS": "0"}
-    for batches, more, begun in ((6, {}, 0), (0, wish, 3), (2, wish, 3), (1, wish, 5)):
+    for batches, more, started in ((6, {}, 0), (0, wish, 3), (2, wish, 3), (1, wish, 5)):
         done = subprocess.run(
             [
                 *(PYTHON, "-m", "tests.support.crash.elastic_rollback"),
@@ -392,7 +392,7 @@ def test_a_rollback_is_made_once_and_never_by_a_restore_of_the_script(
             text=True,
             timeout=120,
         )
-        assert f"begun {begun}, restored {begun + batches}\n" in done.stdout, done.stderr
+        assert f"begun {started}, restored {started + batches}\n" in done.stdout, done.stderr
 
 
 # --- details -------------------------------------------------------------------------------------
@@ -443,6 +443,6 @@ def steps_of(version: int) -> int:
 
 
 def shared_by_ranks(line: Line) -> dict[str, str]:
-    """The state that is equal on all ranks; not the generators, nor the modules' own state."""
+    """The state equal on all ranks; not the generators, nor the modules' own state."""
     own = ("python", "numpy", "torch", "buffer", "metered")
     return {k: v for k, v in line["digests"].items() if not k.startswith(own)}

@@ -45,7 +45,7 @@ def heads_of(path: Path) -> list[tuple[int, FrameHead]]:
 
 
 def killed_after(job: Job, version: int, rule: dict[int, str], gate: str, step: int) -> Life:
-    """Play a run that is killed by `rule`, once the version is on the disks of both ranks: the
+    """Play a run killed by `rule`, once the version is on the disks of both ranks: the
     ranks wait for that before `step`."""
     life = job.start(rule, gates={gate: step}).waiting(gate)
     job.wait_for(
@@ -110,7 +110,7 @@ def test_a_damaged_record_ends_the_journal_there(journaled: Job) -> None:
     journaled.ended_as_undisturbed()
 
 
-def test_without_one_ranks_file_the_job_goes_on_from_the_version(journaled: Job) -> None:
+def test_without_one_ranks_file_the_job_continues_from_the_version(journaled: Job) -> None:
     journaled.live(KILLED)
     for path in files_of(journaled, 1):
         path.unlink()
@@ -135,7 +135,7 @@ def test_steps_that_are_not_the_same_are_not_used(journaled: Job) -> None:
     assert (
         "could not be made again exactly: rank 1: v4: parameters or optimizer state differ" in text
     )
-    assert "The job goes on from v3, which is exact" in text
+    assert "The job continues from v3, which is exact" in text
     journaled.ended_as_undisturbed()
 
 

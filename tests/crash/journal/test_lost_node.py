@@ -34,7 +34,7 @@ def job(job: Job) -> Job:
 
 
 def killed(job: Job) -> Life:
-    """A run that is killed in step 12, when v1 is protected: the nodes hear at the boundaries
+    """A run killed in step 12, when v1 is protected: the nodes learn at the boundaries
     between two gates that it is on both disks."""
     rule = {1: f"kill@script:step={LAST},phase=backward"}
     life = job.start(rule, gates={STORED: 2, PROTECTED: 7}).waiting(STORED)
@@ -94,7 +94,7 @@ def test_a_damaged_copy_ends_the_journal_there(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_without_copies_the_job_goes_on_from_the_version(job: Job) -> None:
+def test_without_copies_the_job_continues_from_the_version(job: Job) -> None:
     job.settings["local_journal_copy"] = False
     killed(job)
     assert all(n.keeper == ITSELF for rank in range(RANKS) for n in names_in(folder_of(job, rank)))

@@ -61,7 +61,7 @@ def test_a_run_that_was_overtaken_on_disk_is_not_an_ancestor_of_its_successor(jo
 
 def test_files_written_by_an_agent_of_a_forgotten_run_are_not_taken_for_new(job: Job) -> None:
     """Slots did not survive (no space in shared memory), and the agent of the second run is slow:
-    when the third begins, nothing shows that there was a second."""
+    when the third starts, nothing shows that there was a second."""
     volatile = "enospc@call:what=create_slot"
     job.settings.update(local_every_steps=4, when_busy="wait")
     rules = {0: f"{volatile};kill@script:step=9,phase=begin", 1: volatile}

@@ -1,4 +1,4 @@
-"""SIGKILL at every step of a commit without a copy: slots are files of a local level that is tmpfs.
+"""SIGKILL at every step of a commit without a copy: slots are files of a local level on tmpfs.
 
 As in the sweep over copies: no more is lost than promised, no committed byte has changed, and the
 run's state is the undisturbed one.

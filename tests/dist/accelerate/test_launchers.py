@@ -36,7 +36,7 @@ def _warm(warm_python: None) -> None:
 
 
 @pytest.mark.parametrize("launcher", COMMANDS)
-def test_ranks_that_the_launcher_restarts_go_on_exactly(
+def test_ranks_restarted_by_the_launcher_resume_exactly(
     launcher: str, make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     plain, job = undisturbed(), make_job()

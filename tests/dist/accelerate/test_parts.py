@@ -1,4 +1,4 @@
-"""A job that uses Accelerate begins with a part of another job's version."""
+"""A job that uses Accelerate starts with a part of another job's version."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print("ends with", float(model[0].weight.double().sum()))
 """
 
 
-def test_parts_of_another_version_are_loaded_once_and_a_restart_goes_on(
+def test_parts_of_another_version_are_loaded_once_and_a_restart_continues(
     warm_python: None, tmp_path: Path, shm_dir: Path
 ) -> None:
     pytest.importorskip("accelerate", exc_type=ImportError)
@@ -80,9 +80,9 @@ def test_parts_of_another_version_are_loaded_once_and_a_restart_goes_on(
 
     *_, ended = run("first job", "", 2, 4)
     weight = ended.removeprefix("ends with ")
-    report, begun, last = run("b", "first job", 3, 3)
+    report, started, last = run("b", "first job", 3, 3)
     assert report.startswith("first job@v4: 2 loaded, 0 skipped, 0 missing, 2 of another shape")
-    assert begun == f"begins at 0 with {weight}"
+    assert started == f"begins at 0 with {weight}"
     again, extra, refused, _ = run("b", "first job", 3, 4)
     assert extra == "extra: [\"extra['accelerator']\", \"extra_per_rank['loader0']\"]"
     assert refused.startswith("refused: load_from() in the middle of a gradient accumulation")

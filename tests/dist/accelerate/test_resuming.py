@@ -1,5 +1,5 @@
-"""A killed job that uses Accelerate goes on with exactly the steps of an undisturbed one: batches,
-gradients, weights, learning rates, and random states."""
+"""A killed job that uses Accelerate continues with exactly the steps of an undisturbed one:
+batches, gradients, weights, learning rates, and random states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.killed_job import (
-    a_fork_goes_on_exactly,
+    a_fork_continues_exactly,
     goes_back_once,
-    goes_on_exactly,
-    goes_on_with_the_same_samples,
     refuses_other_data,
+    resumes_exactly,
+    resumes_with_the_same_samples,
 )
 from tierckpt._version import version_numbers
 
@@ -78,13 +78,13 @@ def skip_without_stateful_workers() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_job_goes_on_exactly(
+def test_a_killed_job_resumes_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     kills, scenario = CASES[name]
     if name == "stateful loader with workers":
         skip_without_stateful_workers()
-    goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario))
+    resumes_exactly(make_job(**scenario), kills, undisturbed(**scenario))
 
 
 def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
@@ -92,11 +92,11 @@ def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
     refuses_other_data(make_job(), "backward:1:8", "numbered", why)
 
 
-def test_a_fork_by_the_environment_goes_on_exactly(
+def test_a_fork_by_the_environment_continues_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     source = make_job({"local_every_steps": 1, "when_busy": "wait"})
-    a_fork_goes_on_exactly(source, make_job(), ("backward:1:10", "backward:0:10"), undisturbed())
+    a_fork_continues_exactly(source, make_job(), ("backward:1:10", "backward:0:10"), undisturbed())
 
 
 def test_a_rollback_by_the_environment_is_made_once(
@@ -115,7 +115,7 @@ def test_checkpoints_leave_the_training_unchanged(
     assert run.lines(1) == undisturbed().lines(1)
 
 
-def test_a_signal_ends_an_accumulating_job_after_a_step_and_the_next_run_goes_on_exactly(
+def test_a_signal_ends_an_accumulating_job_after_a_step_and_the_next_run_resumes_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     scenario = {"accumulation": 3, "loading": {"use_seedable_sampler": False}}
@@ -132,7 +132,7 @@ def test_a_signal_ends_an_accumulating_job_after_a_step_and_the_next_run_goes_on
         assert again.place_in(plain, rank) > 0
 
 
-def test_a_finished_job_that_is_started_again_trains_no_step(make_job: MakeJob) -> None:
+def test_a_finished_job_started_again_trains_no_step(make_job: MakeJob) -> None:
     job = make_job()
     first, again = job.start(), job.start()
     assert first.ended(), first.output()
@@ -143,7 +143,7 @@ def test_a_finished_job_that_is_started_again_trains_no_step(make_job: MakeJob) 
 @pytest.mark.parametrize(
     ("ranks", "others", "batch", "accumulation"), [(2, 1, 8, 1), (1, 2, 2, 1), (2, 1, 4, 2)]
 )
-def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
+def test_another_number_of_ranks_continues_with_the_same_samples_a_step(
     ranks: int, others: int, batch: int, accumulation: int, make_job: MakeJob
 ) -> None:
     scenario = {"data": "numbered", "ranks": ranks}
@@ -153,7 +153,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
     killed = job.start("batch end:0:9")
     other = job.start(ranks=others, batch_size=batch, accumulation=accumulation)
     assert other.ended(), other.output()
-    goes_on_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
+    resumes_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
 
 
 def test_another_number_of_samples_a_step_is_refused_before_the_first_one(

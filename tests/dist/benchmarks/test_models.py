@@ -106,7 +106,7 @@ def later_lives(name: str, place: Place, shared: str) -> dict[str, Any]:
         job, loss_of = built(name)
         with torch.no_grad():
             for parameter in job.model.parameters():
-                parameter.mul_(2 + len(found))  # state that is not restored shows
+                parameter.mul_(2 + len(found))  # state not restored shows
         attached: Attached = attach(job, place, persistent_path=shared)
         restored = attached.ckpt.restore()
         found.append((restored.version, restored.levels))

@@ -42,7 +42,7 @@ def the_course() -> dict[int, str]:
 
 
 @only_layers_release()
-def killed_amid_an_iteration(place: Place, told: str) -> None:
+def killed_within_an_iteration(place: Place, told: str) -> None:
     """SIGKILL between the launch of the last reduction and the optimizer's step."""
     job, launches = make_manual_job(), Launches()
     attached = attach(job, place, callbacks=[launches], **job.as_given(), **SETTINGS)
@@ -80,7 +80,7 @@ def test_a_loop_that_reduces_by_hand_is_killed_and_continues_exactly(
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
     with pytest.raises(AssertionError, match="ended with status -9"):
-        own_ranks([{}, {}]).run(killed_amid_an_iteration, place, str(tmp_path))
+        own_ranks([{}, {}]).run(killed_within_an_iteration, place, str(tmp_path))
     expected = ranks(2).run(the_course)
     assert expected[0] != expected[1]  # the centres, and the random streams
     for number, (start, digest, course) in enumerate(ranks(2).run(resumed, place)):

@@ -42,8 +42,8 @@ def come_back_and_crash(place: Place, **more: Any) -> dict[str, Any]:
     job = make_job(seed=2)
     attached = attach(job, place, **{"memory_every_steps": 0, **more})
     told = restored_into(job, attached)
-    begun = told["restored"][0]
-    for step in range(begun, begun + 4):
+    started = told["restored"][0]
+    for step in range(started, started + 4):
         attached.ckpt.wait()  # so that the next vote can report it
         train(job, attached.ckpt, [step])
     told["committed"] = attached.versions("committed", "local")

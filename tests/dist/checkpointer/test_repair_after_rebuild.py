@@ -104,7 +104,7 @@ def come_back_and_crash_at_once(place: Place, scheme: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("crash", [True, False], ids=["crash", "restored twice"])
-def test_a_mending_that_is_cut_short_is_taken_up_again(
+def test_an_interrupted_repair_is_taken_up_again(
     crash: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = place_of(tmp_path, shm_dir)
@@ -135,9 +135,7 @@ def test_on_fewer_ranks_a_new_version_is_protected(
         assert told["digest"] == before[number]["course"][STEPS + 1]
 
 
-def test_a_shard_that_is_damaged_beside_parity_that_is_lost(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_damaged_shard_beside_lost_parity(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """Its file still exists, but the version is complete on all disks only after the repair."""
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "partner")

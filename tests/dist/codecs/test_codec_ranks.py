@@ -76,8 +76,8 @@ def leave_behind(place: Place) -> dict[str, Any]:
     job = make_job()
     attached = attach(job, place, **encoded_peers())
     course: dict[int, str] = {}
-    for begin, end in ((0, 2), (2, STEPS)):
-        course |= train(job, attached.ckpt, range(begin, end))
+    for start, end in ((0, 2), (2, STEPS)):
+        course |= train(job, attached.ckpt, range(start, end))
         protected_at(end, attached)
     attached.ckpt.abandon()
     return {"course": course, "replicated": exact.digest(job.replicated())}

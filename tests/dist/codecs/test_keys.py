@@ -37,7 +37,7 @@ def test_another_key_on_one_rank_is_an_error_on_all(
         assert OTHER not in text
 
 
-def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(
+def test_a_key_missing_on_one_rank_is_an_error_on_all(
     own_ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -54,7 +54,7 @@ def train_and_close(place: Place) -> None:
 
 
 def cannot_come_back(place: Place) -> str:
-    """This run's settings name no codec, so no key was requested at its beginning."""
+    """This run's settings name no codec, so no key was requested at its start."""
     attached = attach(make_job(), place)
     with pytest.raises(tierckpt.RestoreError) as caught:
         attached.ckpt.restore()

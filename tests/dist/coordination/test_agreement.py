@@ -394,7 +394,7 @@ def with_commits_that_fail_on_rank_one(bad: list[int], place: Place) -> dict[str
     return {"course": course, "failed": attached.versions("failed", "local")}
 
 
-def test_a_version_that_is_incomplete_does_not_count_in_retention(
+def test_an_incomplete_version_does_not_count_in_retention(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -411,7 +411,7 @@ def test_a_version_that_never_completes_does_not_fill_the_other_disks(
     assert kept(place, 0) == kept(place, 1) == []
 
 
-def go_on(place: Place) -> int:
+def resume(place: Place) -> int:
     """Resume from memory, and write one more version to disk."""
     job = make_job(seed=2)
     alone = {"node": f"node{rank()}", "replica_check_steps": 0}
@@ -431,7 +431,7 @@ def test_an_incomplete_version_of_the_previous_run_does_not_fill_them_either(
     assert kept(place, 0) == [5, 6]
     for file in Path(place.path).glob("v0000000006.*.s00001of*"):
         file.unlink()  # as if rank 1 had been killed before it was written
-    assert ranks(2).run(go_on, place) == [6, 6]
+    assert ranks(2).run(resume, place) == [6, 6]
     assert kept(place, 0) == kept(place, 1) == [5, 7]
 
 
@@ -467,7 +467,7 @@ def test_a_rank_that_has_just_died_keeps_its_slots(
     assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]
 
 
-# --- state that is no version --------------------------------------------------------------------
+# --- state without a version ---------------------------------------------------------------------
 
 
 def close_one_step_apart(place: Place) -> tuple[dict[int, str], list[str]]:

@@ -1,4 +1,4 @@
-"""Former nodes, whose agents still run: a restart asks them for their shards."""
+"""Former nodes with running agents: a restart asks them for their shards."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def come_back_apart(place: Place, port: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("left", ["a", "b"])
-def test_former_nodes_are_found_after_a_run_whose_agents_did_not_meet(
+def test_former_nodes_are_found_after_a_run_of_agents_that_did_not_meet(
     left: str, place: Place, ranks: Any
 ) -> None:
     """They know each other from the run before."""
@@ -250,7 +250,7 @@ def test_no_such_run_hides_the_nodes_that_another_run_met(place: Place, ranks: A
         assert [each["replicated"] for each in told] == [before[0]] * 2
 
 
-def test_former_nodes_whose_agents_died_are_lost(place: Place, agents: Agents, ranks: Any) -> None:
+def test_former_nodes_with_dead_agents_are_lost(place: Place, agents: Agents, ranks: Any) -> None:
     ranks(3).run(leave_behind, place)
     agents.kill("a", "c")
     with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, shards 0, 2 missing"):

@@ -71,7 +71,7 @@ def test_a_killed_rank_ends_the_turns_of_all_alike(victim: int) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 9])
 def test_after_a_vote_of_a_killed_rank_all_that_comes_is_right(victim: int) -> None:
-    """Whether the last result still arrives is a matter of time; nobody has another one."""
+    """Whether the last result still arrives is a matter of time; no rank has another one."""
     ended = run_star(len(HOSTS), voting, victim, True)
     for rank, each in enumerate(ended):
         if rank != victim:
@@ -121,7 +121,7 @@ def test_all_turns_without_a_fault() -> None:
     assert [each.value for each in ended] == [(expected, "")] * len(HOSTS)
 
 
-def going_on_without_a_tree(place: Place) -> dict[str, Any]:
+def continuing_without_a_tree(place: Place) -> dict[str, Any]:
     """Train over real gloo; the connection of the two nodes' leaders ends in the middle."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vote_exchange, "TREE_RANKS", 2)
@@ -150,10 +150,10 @@ def going_on_without_a_tree(place: Place) -> dict[str, Any]:
     }
 
 
-def test_a_job_goes_on_when_its_leaders_lose_their_connection(
+def test_a_job_continues_when_its_leaders_lose_their_connection(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    told = ranks(2).run(going_on_without_a_tree, Place.under(tmp_path, shm_dir))
+    told = ranks(2).run(continuing_without_a_tree, Place.under(tmp_path, shm_dir))
     for each in told:  # the version that was being copied may be lost
         assert [v for v in each["sealed"] if v != 5] == [1, 2, 3, 4, 6, 7, 8, 9, 10]
     assert [each["warnings"] for each in told] == [1, 0]

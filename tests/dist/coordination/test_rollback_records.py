@@ -34,7 +34,7 @@ def start(group: StarGroup, folder: str, shm_dir: str, rollback_to: int, steps: 
 
 
 def test_a_node_without_the_record_gets_it(tmp_path: Path, shm_dir: Path) -> None:
-    """As a spare that came later, or a node whose ranks were killed before they stored it."""
+    """As a spare that came later, or a node of ranks killed before they stored it."""
     job = str(tmp_path), str(shm_dir)
     records = [tmp_path / node / "rollback.json" for node in NODES]
     requests = [tmp_path / node / "rollback-request.json" for node in NODES]

@@ -78,9 +78,7 @@ def test_it_is_the_barrier_that_keeps_the_optimizer_off(
         assert torn
 
 
-def test_a_copy_that_is_evidently_torn_is_never_sealed(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_an_evidently_torn_copy_is_never_sealed(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """AdamW's step counts do leave a trace."""
     place = Place.under(tmp_path, shm_dir)
     for version, _ in ranks(2).run(restored_from_slow_copies, "fused AdamW", False, place):

@@ -112,9 +112,7 @@ def test_error_feedback_continues_where_it_was(
         assert told == {"same": True, "restored": (CRASH, CRASH), "warned": []}
 
 
-def test_error_feedback_that_is_not_kept_is_reported(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_error_feedback_not_kept_is_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for told in ranks(2).run(resumed_with_error_feedback, False, Place.under(tmp_path, shm_dir)):
         assert told["restored"] == (CRASH, 0)
         assert not told["same"]
@@ -322,8 +320,6 @@ def given_beside_a_registered_one(place: Place) -> list[Any]:
     return outcomes
 
 
-def test_a_hook_that_is_given_replaces_none_that_was_registered(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_given_hook_replaces_no_registered_one(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     told = ranks(2).run(given_beside_a_registered_one, Place.under(tmp_path, shm_dir))
     assert told == [[True, "allreduce_hook"]] * 2

@@ -143,7 +143,7 @@ def values_of(job: Job) -> str:
 
 
 def crossed(way: str, place: Place) -> tuple[int, bool, list[str]]:
-    """Restore the checkpoint of a compiled job in one that is not compiled."""
+    """Restore the checkpoint of a compiled job in one not compiled."""
     job = make_job(way)
     attached = attach(job, place)
     train(job, attached.ckpt, range(CRASH))

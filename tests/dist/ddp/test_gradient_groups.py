@@ -133,7 +133,7 @@ def test_ddp_gets_a_hook_where_it_is_needed(
 
 
 def orders(place: Place) -> list[Any]:
-    """The order that is stored, and the one that DDP's log has, after each of three passes."""
+    """The stored order, and the one in DDP's log, after each of three passes."""
     job = make_job(**many_buckets)
     ckpt = attach(job, place).ckpt
     told = []
@@ -150,7 +150,7 @@ def orders(place: Place) -> list[Any]:
     return [told, [int(number) for number in text.replace(",", " ").split()]]
 
 
-def test_the_order_that_is_stored_is_the_one_of_ddps_buckets(
+def test_the_stored_order_is_the_one_of_ddps_buckets(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     for told, ddps in ranks(2).run(orders, Place.under(tmp_path, shm_dir)):

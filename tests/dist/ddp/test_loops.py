@@ -59,7 +59,7 @@ def evaluate_between(job: Job, iteration: int) -> None:
         job.loss(iteration, 6)
 
 
-def fail_and_go_on(job: Job, iteration: int) -> None:
+def fail_and_continue(job: Job, iteration: int) -> None:
     """Errors that a loop catches: before the forward, and between backward and step."""
     for attempt in range(2):
         try:
@@ -113,7 +113,7 @@ LOOPS: Loops = {
     "clipping": (clip, {"gradient_as_bucket_view": True}),
     "two forwards": (two_forwards, {"optimizer": sgd}),
     "evaluation between steps": (evaluate_between, {"net": normed}),
-    "errors caught by the loop": (fail_and_go_on, many_buckets),
+    "errors caught by the loop": (fail_and_continue, many_buckets),
     "gradients rewritten": (rewrite_gradients, many_buckets),
 }
 # DDP computes the mean in two ways, which differ if the world size is no power of two.

@@ -274,7 +274,7 @@ def test_a_gan_crosses_from_one_library_to_the_other(
     for (whole, own, _), found in zip(made, told, strict=True):
         assert found[:3] == (whole, own, CRASH)
         assert found[4] == []
-    assert told[0][3] == told[1][3], "and training goes on alike on both"
+    assert told[0][3] == told[1][3], "and training continues alike on both"
 
 
 class Named(nn.Module):

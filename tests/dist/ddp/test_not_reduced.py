@@ -288,7 +288,7 @@ def assumed(ckpt: Any) -> list[Any]:
 
 
 def refused(place: Place) -> list[int]:
-    """The number of parameters that count as equal: before a restore that is refused, after it, and
+    """The number of parameters that count as equal: before a refused restore, after it, and
     after a successful one."""
     first = make_thawing()
     attached = attach(first, place)
@@ -304,9 +304,7 @@ def refused(place: Place) -> list[int]:
     return [*alike, len(assumed(again.ckpt))]
 
 
-def test_a_restore_that_is_refused_sets_nothing_apart(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_refused_restore_sets_nothing_apart(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for before, behind, restored in ranks(2).run(refused, Place.under(tmp_path, shm_dir)):
         assert before == behind > restored
 

@@ -121,9 +121,8 @@ def test_every_iteration_is_bit_for_bit_as_without(
 ) -> None:
     """Compare with plain DDP without a disturbance, from the first iteration to the last.
 
-    If DDP cannot get its buckets before the first pass: compare with plain DDP whose state was
-    copied to new objects at the point of our crash. With three ranks it sums in another order from
-    there.
+    If DDP cannot get its buckets before the first pass: compare with plain DDP, its state copied to
+    new objects at the point of our crash. With three ranks it sums in another order from there.
     """
     primed = variant not in ("static graph", "unused parameters") and "sparse" not in variant
     place = Place.under(tmp_path, shm_dir)

@@ -100,7 +100,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", points(LAUNCHERS, "torchrun"))
 def test_nodes_of_a_launch_are_compared(launcher: str, tmp_path: Path) -> None:
-    """The second rank calls itself another node, and has a setting that is wrong."""
+    """The second rank calls itself another node, and has a wrong setting."""
     if launcher == "mpirun" and mpi_missing():
         pytest.skip(mpi_missing())
     (tmp_path / "sitecustomize.py").write_text(

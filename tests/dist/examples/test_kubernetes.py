@@ -65,7 +65,7 @@ def test_the_pod_has_the_time_that_the_job_counts_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_all_that_is_written_is_on_a_volume(name: str) -> None:
+def test_everything_written_is_on_a_volume(name: str) -> None:
     pod = pod_of(name)
     (container,) = pod["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -166,7 +166,7 @@ def job(tmp_path: Path, shm_dir: Path) -> RestartJob:
 
 
 @on_demand("a minute: each of its six containers imports torch twice")
-def test_the_job_goes_on_after_a_killed_container_and_a_drained_node(
+def test_the_job_continues_after_a_killed_container_and_a_drained_node(
     job: RestartJob, pods: list[Pod]
 ) -> None:
     """Both pods' containers are started again in place, as by their kubelets."""

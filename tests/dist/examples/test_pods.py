@@ -34,7 +34,7 @@ def test_the_shim_ends_as_its_script_also_as_process_1(status: int, expected: in
 
 
 def test_a_signal_during_the_imports_ends_process_1() -> None:
-    """A pod that is deleted in its first seconds must not use up its grace period."""
+    """A pod deleted in its first seconds must not use up its grace period."""
     code = (
         "import os, signal; from tierckpt.run.process import ends_by_sigterm\n"
         "with ends_by_sigterm(): os.kill(1, signal.SIGTERM); os.sched_yield()"
@@ -69,7 +69,7 @@ def pod(job: RestartJob, shm_dir: Path) -> Iterator[Pod]:
 
 
 def start(job: RestartJob, pod: Pod, *, step_seconds: float) -> None:
-    """Start a container whose process 1 is `tierckpt run`."""
+    """Start a container with `tierckpt run` as process 1."""
     environment = job.environment(
         PYTHONDONTWRITEBYTECODE="1",
         TIERCKPT_SHM_DIR="/dev/shm",

@@ -81,8 +81,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shm_root: Path) -> Pat
     return folder
 
 
-def went_on(folder: Path, undisturbed: Path, level: str) -> None:
-    """Check that the job began again from this level, without a trace in the curves."""
+def continued(folder: Path, undisturbed: Path, level: str) -> None:
+    """Check that the job started again from this level, without a trace in the curves."""
     for rank in range(RANKS):
         starts = [x for x in lines(folder, rank) if "start" in x]
         assert starts[0]["start"] == 0
@@ -95,7 +95,7 @@ def test_a_worker_is_killed(
     tmp_path: Path, shm_dir: Path, sessions: str, undisturbed: Path
 ) -> None:
     run(tmp_path, shm_dir, sessions, "--kill-at", "30")
-    went_on(tmp_path, undisturbed, "memory")
+    continued(tmp_path, undisturbed, "memory")
     assert not list(shm_dir.iterdir())
 
 
@@ -116,5 +116,5 @@ def test_a_cloud_takes_a_node_away(
         notices = {"TIERCKPT_HALT_NOTICES": f"aws {server.endpoint}"}
         output = run(tmp_path, shm_dir, sessions, **notices)
     assert "the cloud takes a node away: the job goes on in other workers" in output
-    went_on(tmp_path, undisturbed, "local")
+    continued(tmp_path, undisturbed, "local")
     assert not list(shm_dir.iterdir())

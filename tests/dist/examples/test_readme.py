@@ -131,7 +131,7 @@ def train(step):
 """
 
 
-def test_a_loop_that_is_to_end_is_started_again_by_its_status(tmp_path: Path) -> None:
+def test_a_loop_asked_to_end_is_started_again_by_its_status(tmp_path: Path) -> None:
     """The loop of docs/ending.md, which gets a signal."""
     block = block_with("should_exit", ROOT / "docs" / "ending.md")
     code = f"{LOOP}{block}".replace("sys.exit(", "print(*made); sys.exit(")
@@ -140,7 +140,7 @@ def test_a_loop_that_is_to_end_is_started_again_by_its_status(tmp_path: Path) ->
     assert [*first.stdout.split(), *second.stdout.split()] == list("012345678")
 
 
-def test_the_import_in_place_of_horovods_begins_at_the_next_epoch(
+def test_the_import_in_place_of_horovods_starts_at_the_next_epoch(
     tmp_path: Path, launchable: Callable[[str], None]
 ) -> None:
     """The lines of docs/horovod.md: a first job of one epoch, and one of two."""

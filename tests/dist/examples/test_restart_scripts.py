@@ -52,7 +52,7 @@ def job(undisturbed: list[Curve], tmp_path: Path, shm_dir: Path) -> Iterator[Res
     made.end()
 
 
-def went_on(job: RestartJob, undisturbed: list[Curve], levels: dict[str, int]) -> None:
+def continued(job: RestartJob, undisturbed: list[Curve], levels: dict[str, int]) -> None:
     """Check that there was one restart, from these levels, without a trace in the curves."""
     _, second = job.starts()
     assert second["start"] > 0
@@ -67,7 +67,7 @@ def test_torchrun_starts_the_processes_of_a_node_again(
     job.wait_for(lambda: job.step() >= HALF, "half of the training")
     kill(job.trainers()[-1])
     job.over(torchrun, RANKS)
-    went_on(job, undisturbed, {"memory": RANKS})
+    continued(job, undisturbed, {"memory": RANKS})
 
 
 def test_mpirun_in_a_loop(
@@ -86,7 +86,7 @@ def test_mpirun_in_a_loop(
     kill(job.trainers()[-1])
     job.over(mpirun, RANKS)
     assert mpirun.returncode == 0
-    went_on(job, undisturbed, {"memory": RANKS})
+    continued(job, undisturbed, {"memory": RANKS})
 
 
 def test_migration(job: RestartJob, undisturbed: list[Curve], tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_migration(job: RestartJob, undisturbed: list[Curve], tmp_path: Path) ->
         TIERCKPT_PATH=str(job.disks / "new"),
     )
     job.over(second, RANKS)
-    went_on(job, undisturbed, {"persistent": RANKS})
+    continued(job, undisturbed, {"persistent": RANKS})
 
 
 def test_suspending(job: RestartJob, undisturbed: list[Curve]) -> None:
@@ -205,7 +205,7 @@ def start_on_spot_machines(
     ]
 
 
-def test_a_job_on_spot_machines_ends_in_time_and_goes_on(
+def test_a_job_on_spot_machines_ends_in_time_and_resumes(
     job: RestartJob, undisturbed: list[Curve], shm_dir: Path
 ) -> None:
     """The service is bad until the job has made steps, and is asked every 5 s. The next run has

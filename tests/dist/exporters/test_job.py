@@ -56,7 +56,7 @@ def value(text: str, name: str, labels: str = "") -> float:
     return float(found)
 
 
-def test_one_rank_exports_and_its_successor_goes_on(tmp_path: Path, shm_dir: Path) -> None:
+def test_one_rank_exports_and_its_successor_continues(tmp_path: Path, shm_dir: Path) -> None:
     port, script = free_ports(1)[0], tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [

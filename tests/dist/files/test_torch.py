@@ -59,7 +59,7 @@ def test_files_over_a_process_group_and_a_lost_node(ranks: Any, tmp_path: Path) 
 
 
 def training(root: Path, last: int) -> tuple[int, int]:
-    """Where it began, and the size of the largest object that this rank gathered until then."""
+    """Where it started, and the size of the largest object that this rank gathered until then."""
     sizes, rank, gather = [0], dist.get_rank(), TorchGroup.all_gather_object
 
     def counting(group: TorchGroup, value: Any) -> list[Any]:

@@ -269,9 +269,9 @@ def test_a_second_call_is_refused_before_anything_is_attached(
 ) -> None:
     for told in ranks(2).run(wrapped_twice, Place.under(tmp_path, shm_dir)):
         assert told.pop("restored") == "2"
-        begins = {"the same model": "this model has", "the same optimizer": "this optimizer has"}
+        starts = {"the same model": "this model has", "the same optimizer": "this optimizer has"}
         for name, text in told.items():
-            assert text.startswith(begins.get(name, "the job at "))
+            assert text.startswith(starts.get(name, "the job at "))
             assert "Several optimizers go into one call" in text
 
 

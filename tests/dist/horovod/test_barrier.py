@@ -116,8 +116,8 @@ def no_barrier(patch: pytest.MonkeyPatch) -> None:
 def never_the_last_chance(patch: pytest.MonkeyPatch) -> None:
     """Treat every step as if it contained another one."""
     reductions = importlib.import_module("horovod_ckpt.adapter").Reductions
-    step_begins = reductions.step_begins
-    patch.setattr(reductions, "step_begins", lambda self: step_begins(self) or True)
+    step_starts = reductions.step_starts
+    patch.setattr(reductions, "step_starts", lambda self: step_starts(self) or True)
 
 
 def intact(patch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def held_by_horovod() -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in known if t.is_floating_point()]
 
 
-def gone_on_after(cut: str, name: str, place: Place) -> dict[str, Any]:
+def trained_after(cut: str, name: str, place: Place) -> dict[str, Any]:
     """Fail in the middle, restore in the same process, and continue with the same objects."""
     variant = VARIANTS[name]
     plain = variant.job(1)
@@ -373,7 +373,7 @@ CUT_SHORT = [
 ]
 
 
-def check_gone_on(told: list[dict[str, Any]]) -> None:
+def check_trained(told: list[dict[str, Any]]) -> None:
     assert len({found["restored"] for found in told}) == 1
     for found in told:
         version, sound = found["restored"]
@@ -395,13 +395,13 @@ def test_training_continues_from_a_restore_after_an_iteration_cut_short(
     no rank keeps gradients of it.
     """
     pool = ranks(2, HOROVODRUN)
-    check_gone_on(pool.run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir)))
+    check_trained(pool.run(trained_after, cut, name, Place.under(tmp_path, shm_dir)))
 
 
-def gone_on_with_another_checkpointer(
+def trained_with_another_checkpointer(
     place: Place, cut: Callable[[HorovodJob, int], None], anew: bool
 ) -> tuple[int, str]:
-    """As after a `with` block whose exception is caught; the script keeps model and optimizer, and
+    """As after a `with` block with a caught exception; the script keeps model and optimizer, and
     with `anew` it restarts Horovod."""
     job = make_horovod_job()
     first = attach(job, place).ckpt
@@ -435,7 +435,7 @@ def test_another_checkpointer_may_take_over_an_interrupted_restore(
 ) -> None:
     """After a restart of Horovod no rank waits for reductions of the earlier run."""
     place = Place.under(tmp_path, shm_dir)
-    one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place, cut, anew)
+    one, other = ranks(2, HOROVODRUN).run(trained_with_another_checkpointer, place, cut, anew)
     assert one == other
     assert one[0] == 3
 

@@ -54,13 +54,13 @@ def test_two_ranks_sum(launcher: tuple[str, ...], over: str, tmp_path: Path) -> 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    # Not two jobs of one rank: that is the result of mpirun with a Horovod without MPI.
+    # Not two jobs of one rank: the result of mpirun with a Horovod without MPI.
     said = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert said == {rank: f"2 over {over}: 3.0" for rank in "01"}
 
 
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
-def test_the_extra_adds_nothing_to_a_horovod_that_is_there(tmp_path: Path) -> None:
+def test_the_extra_adds_nothing_to_an_installed_horovod(tmp_path: Path) -> None:
     """`pip install ".[horovod]"` up to the start of the installation, and without any index."""
     tree, report = tmp_path / "tree", tmp_path / "report.json"
     tree.mkdir()  # pip writes where it builds

@@ -127,7 +127,7 @@ def test_an_error_in_a_callback_disturbs_nobody(
         assert told == (True, [], [1, 2, 3], (3, "local"))
 
 
-def heard_in_order(place: Place) -> list[str]:
+def events_in_order(place: Place) -> list[str]:
     """One iteration, as a line of events."""
     job = new_job()
     line: list[str] = []
@@ -162,7 +162,7 @@ def test_the_order_is_that_of_the_iteration(
 ) -> None:
     """Launches, the barrier with the sealed version, the step, the boundary; the last at the
     end."""
-    for line in ranks(2, kind).run(heard_in_order, Place.under(tmp_path, shm_dir)):
+    for line in ranks(2, kind).run(events_in_order, Place.under(tmp_path, shm_dir)):
         assert line == [
             *("launched", "stepped", "boundary 1"),
             *("launched", "sealed 1", "stepped", "boundary 2"),

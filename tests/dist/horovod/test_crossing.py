@@ -45,7 +45,7 @@ def whole(job: Any, extra: dict[str, Any]) -> str:
 
 
 def leave_behind(place: Place) -> tuple[str, str]:
-    """Train and save to disk; returns the state that is equal on all ranks, and this rank's own."""
+    """Train and save to disk; returns the state equal on all ranks, and this rank's own."""
     job, extra = new_job(1)
     ckpt = attach(job, place, extra=extra, local_every_steps=1000).ckpt
     for iteration in range(VERSION):
@@ -121,7 +121,7 @@ FORKS: list[tuple[Job, Job]] = [
 
 
 @pytest.mark.parametrize(("now", "before"), FORKS, ids=lambda job: f"{job[0]}-{job[1]}")
-def test_a_fork_of_one_library_begins_where_another_was(
+def test_a_fork_of_one_library_starts_from_anothers_version(
     now: Job, before: Job, left: Left, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     disk, made = left(before)

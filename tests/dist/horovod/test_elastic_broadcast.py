@@ -66,8 +66,7 @@ def test_an_optimizer_without_state(new: int, ranks: Any, tmp_path: Path, shm_di
 
 
 class Remembering(torch.optim.SGD):
-    """An optimizer with a count in its own state_dict(), and a sum under a key that is no
-    parameter."""
+    """An optimizer with a count in its own state_dict(), and a sum under a key but no parameter."""
 
     count = 0
 
@@ -112,7 +111,7 @@ def test_state_that_an_optimizer_saves_by_itself_is_sent(
 
 
 class Tempered(Script):
-    """The optimizer has a parameter that is in no module."""
+    """The optimizer has a parameter of no module."""
 
     def distribute(self, model: nn.Module) -> Any:
         self.log_temp = nn.Parameter(torch.randn(3))

@@ -1,4 +1,4 @@
-"""A checkpoint of an elastic job restores in a job that is not elastic, and the other way round;
+"""A checkpoint of an elastic job restores in a job not elastic, and the other way round;
 plain values that only one side has are reported."""
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_values_come_and_go_with_the_script(ranks: Any, tmp_path: Path, shm_dir:
     assert second[5] == []
 
 
-def test_an_elastic_job_begins_where_another_one_was(
+def test_an_elastic_job_starts_from_another_ones_version(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     source, fork = tmp_path / "source", Place(str(tmp_path / "fork"), str(shm_dir))

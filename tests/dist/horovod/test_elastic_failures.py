@@ -51,7 +51,7 @@ def about_to_load(together: ErrorBarrier, *how: Any) -> None:
 
 
 class LostGroup:
-    """A group whose next collective fails."""
+    """A group with a failing next collective."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         raise failure()
@@ -204,7 +204,7 @@ def unseen(place: Place) -> None:
 
     script = Script(place, seed=1, persistent_path=str(persistent))
     with pytest.raises(tierckpt.RestoreError, match="could not be read"):
-        script.start()  # without a live state that is no fresh start
+        script.start()  # without a live state this is no fresh start
 
 
 def test_a_lost_node_is_made_again_by_its_peer(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.elastic_script import (
     Adversaries,
     Script,
     distributed,
-    start_anew,
+    start_again,
 )
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, batch, rank
@@ -84,7 +84,7 @@ def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
 
 
 def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """A script calls it at any point of an iteration; and the job goes on as if nothing had
+    """A script calls it at any point of an iteration; and the job continues as if nothing had
     happened."""
     pool = ranks(2, HOROVODRUN)
     undisturbed = pool.run(course, Place.under(tmp_path / "undisturbed", shm_dir), False)
@@ -252,7 +252,7 @@ def between_passes(place: Place) -> tuple[bool, int, list[int]]:
     script.train_to(9)
     script.fail()
     script = Accumulating(every_third, place, seed=2).start(seed=200)
-    began = script.state.batch
+    started = script.state.batch
     same = script.train_to(12) == undisturbed
     script.end()
     script = Accumulating(odd, place, seed=1).start()
@@ -264,7 +264,7 @@ def between_passes(place: Place) -> tuple[bool, int, list[int]]:
     script.state.checkpointer = None
     uncalled = [said for said in script.told if "commit() of the state was not" in said.message]
     assert uncalled == []  # they are calls all the same
-    return same, began, said
+    return same, started, said
 
 
 def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
@@ -435,7 +435,7 @@ def told_to_stop(place: Place) -> str:
     with pytest.raises(tierckpt.ReplicaError) as caught:
         script.state.check_host_updates()
     script.state.checkpointer.abandon()
-    start_anew()
+    start_again()
     return str(caught.value)
 
 

@@ -204,7 +204,7 @@ def of_two_ranks_of_three() -> str | int:
     return int(group.size)
 
 
-def test_a_rank_that_is_in_no_communicator_is_refused(ranks: Any) -> None:
+def test_a_rank_in_no_communicator_is_refused(ranks: Any) -> None:
     """Otherwise it would count as a rank of all ranks, and wait for the others."""
     one, refused, other = ranks(3, MPIRUN).run(of_two_ranks_of_three)
     assert (one, other) == (2, 2)

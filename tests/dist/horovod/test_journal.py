@@ -53,7 +53,7 @@ def make(kind: str, seed: int = 1) -> HorovodJob:
 
 
 def resumed(place: Place, kind: str) -> dict[str, Any]:
-    """Train with a version at the first step alone; then go on with another job."""
+    """Train with a version at the first step alone; then continue with another job."""
     settings = {"memory_every_steps": 0, "local_journal_steps": 100, "when_busy": "wait"}
     alone = make(kind)
     for iteration in range(END):

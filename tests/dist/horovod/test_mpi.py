@@ -66,7 +66,7 @@ def test_it_is_the_barrier_that_keeps_the_optimizer_off(pool: RankPool, place: P
     ],
 )
 def test_an_iteration_cut_short(name: str, cut: str, pool: RankPool, place: Place) -> None:
-    barrier.check_gone_on(pool.run(barrier.gone_on_after, cut, name, place))
+    barrier.check_trained(pool.run(barrier.trained_after, cut, name, place))
 
 
 def test_install(pool: RankPool, place: Place) -> None:

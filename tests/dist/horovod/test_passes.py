@@ -32,7 +32,7 @@ def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
     """Call `step()` after each backward pass; two passes are a step."""
     made: list[int] = []
 
-    def go_on(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
+    def resume(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
         for number in passes:
             made.append(number)
             job.loss(number).backward()
@@ -43,12 +43,12 @@ def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
                 ckpt.step()
 
     alone = make_horovod_job(passes=2)
-    go_on(alone, None, range(8))
+    resume(alone, None, range(8))
     made.clear()
     job = make_horovod_job(passes=2)
     settings = {"memory_every_steps": every, "local_every_steps": every, "when_busy": "wait"}
     attached = attach(job, place, **settings)
-    go_on(job, attached.ckpt, range(5))
+    resume(job, attached.ckpt, range(5))
     if end == "close":
         attached.ckpt.close()
     else:
@@ -57,7 +57,7 @@ def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
     again = make_horovod_job(passes=2, seed=2)
     ckpt = attach(again, place, **settings).ckpt
     restored = ckpt.restore()
-    go_on(again, ckpt, range(restored, 8))
+    resume(again, ckpt, range(restored, 8))
     ckpt.close()
     said = any("are made again" in e.message for e in attached.events if e.severity > 20)
     return {"made": made, "same": again.digest() == alone.digest(), "said": said}
@@ -175,7 +175,7 @@ def abandon(ckpt: tierckpt.Checkpointer) -> None:
     ckpt.abandon()
 
 
-def test_a_loop_whose_boundaries_are_all_skipped_is_reported(
+def test_a_loop_with_all_boundaries_skipped_is_reported(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
@@ -201,9 +201,8 @@ def test_a_final_version_between_passes_reports_its_missing_gradients(
 
 @dataclass
 class Adversaries(HorovodJob):
-    """A generator that is trained through a discriminator with three passes per step: two of its
-    own, and one of the generator's, whose gradients the loop drops, and keeps from some iteration
-    on."""
+    """A generator trained through a discriminator with three passes per step: two of its own, and
+    one of the generator's; the loop drops its gradients, and keeps them from some iteration on."""
 
     keeps_at: int = -1
     """The iteration that starts without dropping gradients."""

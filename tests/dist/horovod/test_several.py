@@ -96,7 +96,7 @@ def side_by_side(folder: str, shm: str) -> dict[str, Any]:
             job, attached = new(1)
             course = train(job, attached.ckpt, range(3))
             attached.ckpt.wait()
-            hvd.barrier()  # both are at work, and only after that one of them goes on
+            hvd.barrier()  # both are at work, and only after that one of them continues
             attached.ckpt.abandon()
             job, attached = new(2)
             restored = attached.ckpt.restore()
@@ -140,7 +140,7 @@ def check_side_by_side(told: list[dict[str, Any]], folder: Path) -> None:
         )
         for rank in timeline.ranks():
             (begin, again) = timeline.of("begin", rank=rank)
-            assert begin.end_us <= again.begin_us
+            assert begin.end_us <= again.start_us
             assert len({n for s in timeline.of("copy") for n in s.layers}) == 2 * layers
 
 
@@ -263,7 +263,7 @@ def test_two_checkpointers_on_the_ranks_of_several_nodes(
     assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
 
 
-class Heard(tierckpt.Callbacks):
+class Receiver(tierckpt.Callbacks):
     """Counts parameters with reductions."""
 
     launched = 0
@@ -276,7 +276,7 @@ def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
     """After an iteration with both, the checkpointer with number `first` ends; after two more the
     other."""
     job = make_horovod_job()
-    heard = [Heard(), Heard()]
+    heard = [Receiver(), Receiver()]
     ckpts = [attach(job, p, callbacks=[h]).ckpt for p, h in zip(places, heard, strict=True)]
     other = ckpts[1 - first]
     job.iterate(0)

@@ -111,7 +111,7 @@ def test_the_drop_in_takes_horovods_arguments_and_knows_the_model(
 
 
 class Empty(Net):
-    """A module with length 0, as a container whose parts come later."""
+    """A module with length 0, as a container with parts that come later."""
 
     def __len__(self) -> int:
         return 0
@@ -132,7 +132,7 @@ def given_an_empty_model(place: Place) -> bool:
 
 
 def test_a_model_is_taken_as_given(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Also a model that is false, as an empty one is."""
+    """Also a false model, such as an empty one."""
     told = ranks(2, HOROVODRUN).run(given_an_empty_model, Place.under(tmp_path, shm_dir))
     assert told == [True] * 2
 

@@ -42,10 +42,10 @@ def begin() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "lightning_goes_on_from_an_exported_file",
+        "lightning_continues_from_an_exported_file",
         "a_plain_job_and_lightning_exchange_files",
         "an_imported_version_is_refused_by_the_callback_with_advice",
-        "a_trainer_goes_on_from_an_exported_folder",
+        "a_trainer_continues_from_an_exported_folder",
         "a_folder_of_a_trainer_becomes_a_version_of_a_plain_job",
         "accelerate_takes_an_imported_version",
     ],
@@ -106,8 +106,8 @@ def fit(folder: Path, steps: int, callbacks: Any = (), **given: Any) -> Any:
     return trainer, module
 
 
-def lightning_goes_on_from_an_exported_file(tmp_path: Path, shm: str) -> None:
-    """As it goes on from its own file: the same steps, at the same places in the epoch."""
+def lightning_continues_from_an_exported_file(tmp_path: Path, shm: str) -> None:
+    """As it continues from its own file: the same steps, at the same places in the epoch."""
     os.environ["TIERCKPT_SHM_DIR"] = shm
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -219,7 +219,7 @@ def losses(trainer: Any) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}
 
 
-def a_trainer_goes_on_from_an_exported_folder(tmp_path: Path, shm: str) -> None:
+def a_trainer_continues_from_an_exported_folder(tmp_path: Path, shm: str) -> None:
     os.environ["TIERCKPT_SHM_DIR"] = shm
     from tierckpt.transformers import TierTrainer
 

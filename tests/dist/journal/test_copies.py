@@ -142,7 +142,7 @@ def test_a_silent_rank_ends_its_copy_and_nothing_else(
 
 
 def visited(place: Place) -> tuple[list[str], bool]:
-    """Strangers are at the ports before the wards: they say nothing, begin a message, or send
+    """Other programs are at the ports before the wards: they say nothing, start a message, or send
     anything. Returns warnings, and whether all records were copied in time."""
     job, attached = of_two_nodes(place)
     journal: Any = journal_of(attached.ckpt)
@@ -164,6 +164,8 @@ def visited(place: Place) -> tuple[list[str], bool]:
     return warnings(attached), done and journal._copies._last.version == 3
 
 
-def test_strangers_do_not_keep_the_ward_waiting(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_other_programs_do_not_keep_the_ward_waiting(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
     assert ranks(4).run(visited, place) == [([], True)] * 4

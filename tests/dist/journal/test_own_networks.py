@@ -64,7 +64,7 @@ def start(
     )
 
 
-def test_a_spare_goes_on_from_the_copy(job: RestartJob, network: Network) -> None:
+def test_a_spare_continues_from_the_copy(job: RestartJob, network: Network) -> None:
     """The processes, the memory and the disk of a node are lost."""
     first, _ = start(job, network, 0, 0), start(job, network, 1, 1)
     start(job, network, 2, None)

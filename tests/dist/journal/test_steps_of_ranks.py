@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def add(job: Job, params: int, repeated: int) -> None:
-    """The step of that number, from 1 on, leads to other values at the begin of the first
+    """The step of that number, from 1 on, leads to other values at the start of the first
     parameters. The very first is in rank 0's stripe, and rank 1 does not prove it."""
     made = 0
 
@@ -83,7 +83,7 @@ def test_steps_that_differ_on_one_rank_are_used_on_none(
 
 
 class Talking:
-    """An object whose values are the mean of all ranks' values."""
+    """An object with the mean of all ranks' values."""
 
     def state_dict(self) -> dict[str, float]:
         mean = torch.tensor(float(rank()))

@@ -68,11 +68,11 @@ again = Model()
 trainer(epochs=3, rollback_to=3 * BATCHES).fit(again, data)
 assert again.steps == 0
 (text,) = [each.message for each in events if "nothing is left" in each.message]
-assert f"began with v{3 * BATCHES}" in text, text
+assert f"started with v{3 * BATCHES}" in text, text
 """
 
 
-def test_a_further_fold_is_refused_and_a_trainer_goes_on(tmp_path: Path, shm_dir: Path) -> None:
+def test_a_further_fold_is_refused_and_a_trainer_continues(tmp_path: Path, shm_dir: Path) -> None:
     pytest.importorskip("lightning", exc_type=ImportError)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "ckpts"), str(shm_dir)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)

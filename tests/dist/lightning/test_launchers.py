@@ -45,7 +45,7 @@ def launch(
 
 
 @pytest.mark.parametrize("shim", [[], ["-m", "tierckpt.run"]], ids=["torchrun", "tierckpt run"])
-def test_ranks_that_the_launcher_restarts_go_on_exactly(
+def test_ranks_restarted_by_the_launcher_resume_exactly(
     shim: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     plain, job = undisturbed(), make_job()
@@ -60,7 +60,7 @@ def test_ranks_that_the_launcher_restarts_go_on_exactly(
     assert second > 0
 
 
-def test_under_lightnings_launcher_the_script_goes_on_exactly_when_it_is_started_again(
+def test_under_lightnings_launcher_the_script_resumes_exactly_when_it_is_started_again(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     """It starts rank 1 as a child of rank 0, and ends it when rank 0 fails."""

@@ -1,5 +1,5 @@
-"""A Lightning job that is killed goes on with exactly the steps of an undisturbed one: batches,
-gradients, weights, learning rates, random states, and all that is logged."""
+"""A killed Lightning job continues with exactly the steps of an undisturbed one: batches,
+gradients, weights, learning rates, random states, and everything logged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.killed_job import (
-    a_fork_goes_on_exactly,
-    ends_by_a_signal_and_goes_on,
+    a_fork_continues_exactly,
+    ends_by_a_signal_and_resumes,
     goes_back_once,
-    goes_on_after_an_error,
-    goes_on_exactly,
-    goes_on_with_the_same_samples,
     refuses_other_data,
+    resumes_after_an_error,
+    resumes_exactly,
+    resumes_with_the_same_samples,
 )
 
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -81,13 +81,13 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_job_goes_on_exactly(
+def test_a_killed_job_resumes_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     kills, scenario = CASES[name]
     if "ema" in scenario.get("callbacks", ()) and version("lightning") < "2.6":
         pytest.skip("this Lightning has no averaging of weights at every step")
-    goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="start")
+    resumes_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="start")
 
 
 @pytest.mark.parametrize("model", ["plain", "fabric"])
@@ -96,11 +96,11 @@ def test_other_data_after_a_restart_are_refused(model: str, make_job: MakeJob) -
     refuses_other_data(make_job(model=model), "backward:1:8", "numbered", why)
 
 
-def test_a_fork_by_the_environment_goes_on_exactly(
+def test_a_fork_by_the_environment_continues_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     source = make_job({"local_every_steps": 1, "when_busy": "wait"})
-    a_fork_goes_on_exactly(source, make_job(), ("backward:1:8", "backward:0:8"), undisturbed())
+    a_fork_continues_exactly(source, make_job(), ("backward:1:8", "backward:0:8"), undisturbed())
 
 
 def test_a_rollback_by_the_environment_is_made_once(
@@ -119,7 +119,7 @@ def test_checkpoints_leave_the_training_unchanged(
     assert run.lines(1) == undisturbed().lines(1)
 
 
-def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_final_weights(
+def test_a_finished_job_started_again_trains_no_step_and_has_its_final_weights(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     job = make_job(callbacks=("swa",), model="averaged")
@@ -129,16 +129,16 @@ def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_final_w
     assert again.lines()[-1] == first.lines()[-1]
 
 
-def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
+def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_resumes_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    ends_by_a_signal_and_goes_on(make_job(), "backward:1:8", (9, 12), undisturbed())
+    ends_by_a_signal_and_resumes(make_job(), "backward:1:8", (9, 12), undisturbed())
 
 
-def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
+def test_after_an_exception_of_the_script_the_next_run_resumes_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    goes_on_after_an_error(make_job(), "backward:1:8", undisturbed())
+    resumes_after_an_error(make_job(), "backward:1:8", undisturbed())
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
         (2, 1, 2, "epoch end:0:12"),
     ],
 )
-def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
+def test_another_number_of_ranks_continues_with_the_same_samples_a_step(
     ranks: int, others: int, accumulation: int, at: str, make_job: MakeJob
 ) -> None:
     """Batches of 4 samples for 2 ranks, of 8 for 1 and of 2 for 4."""
@@ -164,8 +164,8 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
     killed = job.start(at)
     other = job.start(ranks=others)
     assert other.ended(), other.output()
-    goes_on_with_the_same_samples(killed, other, whole, steps)
-    assert "the epoch goes on with its next samples" in other.output()
+    resumes_with_the_same_samples(killed, other, whole, steps)
+    assert "the epoch continues with its next samples" in other.output()
     assert other.of_kind("trained") == whole.of_kind("trained")
 
 
@@ -181,7 +181,7 @@ def test_another_number_of_ranks_without_the_same_samples_a_step_is_refused(
     assert not alone.of_kind("batch")
 
 
-def test_another_batch_size_amid_an_epoch_is_refused(make_job: MakeJob) -> None:
+def test_another_batch_size_within_an_epoch_is_refused(make_job: MakeJob) -> None:
     job = make_job(ranks=1)
     job.start("backward:0:8")
     other = job.start(data="larger batches")
@@ -198,7 +198,7 @@ def test_the_jobs_own_version_goes_before_a_file_of_lightnings(
     again = job.start()
     assert again.ended(), again.output()
     assert again.place_in(plain) > 0
-    assert "last.ckpt' is not loaded: the job goes on from its own v" in again.output()
+    assert "last.ckpt' is not loaded: the job continues from its own v" in again.output()
 
 
 def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:

@@ -28,13 +28,13 @@ def _job(group: StarGroup, path: str, shm_dir: str, **settings: Any) -> TinyJob:
 
 def _train(group: StarGroup, path: str, shm_dir: str, steps: int, fork_from: str = "") -> list[Any]:
     job = _job(group, path, shm_dir, fork_from=fork_from)
-    began = job.restore()
-    at_begin = job.fingerprint()
+    started = job.restore()
+    at_start = job.fingerprint()
     job.run(steps)
     job.checkpointer.wait()
     group.barrier()
     job.checkpointer.abandon()
-    return [int(began), began.forked_from, at_begin, job.fingerprint()]
+    return [int(started), started.forked_from, at_start, job.fingerprint()]
 
 
 def _weights(group: StarGroup, path: str, shm_dir: str, source: str) -> list[Any]:
@@ -48,11 +48,11 @@ def _weights(group: StarGroup, path: str, shm_dir: str, source: str) -> list[Any
         torch.nn.Linear(24, 3),
     )
     job = _job(group, path, shm_dir, model=model)
-    began = job.checkpointer.restore(fork_from=source, only="model", strict=False)
-    report, weight = began.partial, model[0].weight.detach().clone()
+    started = job.checkpointer.restore(fork_from=source, only="model", strict=False)
+    report, weight = started.partial, model[0].weight.detach().clone()
     job.checkpointer.abandon()
     assert report is not None
-    return [int(began), report.loaded, report.other_shape, weight.tolist()]
+    return [int(started), report.loaded, report.other_shape, weight.tolist()]
 
 
 def test_a_fork_on_other_nodes_and_more_ranks_is_exact(tmp_path: Path, shm_dir: Path) -> None:
@@ -101,8 +101,8 @@ def test_all_ranks_take_the_same_parts(tmp_path: Path, shm_dir: Path) -> None:
     run_star(2, _train, source, str(shm_dir), STEPS)
     found = [r.value for r in run_star(3, _weights, f"{tmp_path}/b/{{node}}", str(shm_dir), source)]
     assert found[0] == found[1] == found[2]
-    began, loaded, other, _ = found[0]
-    assert began == 0
+    started, loaded, other, _ = found[0]
+    assert started == 0
     assert "0.weight" in loaded
     assert "1.running_mean" in loaded
     assert other == [

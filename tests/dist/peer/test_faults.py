@@ -141,7 +141,7 @@ def leave_only(filler: Path, nbytes: int) -> None:
     filler.write_bytes(bytes(free.f_bavail * free.f_frsize - nbytes // PAGE_BYTES * PAGE_BYTES))
 
 
-def test_a_disk_that_is_too_full_for_parity(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_disk_too_full_for_parity(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place, disk = place_of(tmp_path, shm_dir), tmp_path / f"node{VICTIM}"
     disk.mkdir()
     mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk))
@@ -154,7 +154,7 @@ def test_a_disk_that_is_too_full_for_parity(ranks: Any, tmp_path: Path, shm_dir:
         ((version, message),) = full["failed"]
         assert version == HIT
         assert "No space left on device" in message
-        assert "training goes on" in message
+        assert "training continues" in message
         lose(place, tmp_path, 1 - VICTIM)  # its copy of v4 did not fit
         for number, told in enumerate(ranks(2).run(come_back, place)):
             assert told["restored"] == (EARLIER, {"local": 1, "peer": 1})

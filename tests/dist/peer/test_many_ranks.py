@@ -107,7 +107,7 @@ def _has(job: TinyJob, level: str, version: int) -> bool:
 
 def _complaints(job: TinyJob) -> list[str]:
     """Return the errors. With many ranks a core, an agent may get no processor for seconds, and
-    another one takes its place: that is no error here."""
+    another one takes its place: no error here."""
     errors = [e.text() for e in job.events if e.severity > 30]
     return [text for text in errors if "does not answer; another one" not in text]
 
@@ -116,12 +116,12 @@ def second_run(
     group: StarGroup, folder: str, shm_dir: str, spaces: Sequence[str]
 ) -> dict[str, Any]:
     """Restore, train on, and close."""
-    begin = time.perf_counter()
+    start = time.perf_counter()
     job = job_of(group, folder, shm_dir, spaces)
     attached = time.perf_counter()
     restored = job.restore()
     found = job.fingerprint()
-    seconds = [attached - begin, time.perf_counter() - attached]
+    seconds = [attached - start, time.perf_counter() - attached]
     job.run(STEPS + MORE)
     last = job.fingerprint()
     job.checkpointer.close()
@@ -157,7 +157,9 @@ def check_flush(shared: Path) -> None:
 
 
 @on_demand("hundreds of processes")
-def test_many_ranks_lose_a_node_and_go_on(tmp_path: Path, shm_dir: Path, spaces: list[str]) -> None:
+def test_many_ranks_lose_a_node_and_continue(
+    tmp_path: Path, shm_dir: Path, spaces: list[str]
+) -> None:
     how = str(tmp_path), str(shm_dir), spaces
     before = run_star(RANKS, first_run, *how, is_ring=True, patience_seconds=600)
     first = [each.value for each in before]

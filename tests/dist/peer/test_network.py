@@ -49,7 +49,7 @@ def start(network: Network, folder: Path, number: int, stall: float, rule: str =
     return NodeProcess(network, number, ["tests.support.peer_processes", *told], rule, folder)
 
 
-def begin_and_stop(
+def start_and_stop(
     network: Network, folder: Path, nodes: list[NodeProcess], stall: float
 ) -> list[Any]:
     """Start all, order v1, and return the addresses once the victim is stopped in the middle."""
@@ -81,12 +81,12 @@ def name_of(address: list[Any]) -> str:
     return ":".join(map(str, address))
 
 
-def test_a_node_that_is_cut_off_is_named_and_comes_back(
+def test_a_node_cut_off_is_named_and_comes_back(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
-    addresses = begin_and_stop(network, folder, nodes, stall=1.0)
+    addresses = start_and_stop(network, folder, nodes, stall=1.0)
     network.cut(VICTIM)
-    nodes[VICTIM].go_on()
+    nodes[VICTIM].resume()
     errors = [node.heard() for node in nodes]
     for number in (0, 2):
         assert name_of(addresses[VICTIM]) in errors[number], errors
@@ -100,7 +100,7 @@ def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
     """No kernel closes its connections, as it would for a killed process."""
-    addresses = begin_and_stop(network, folder, nodes, stall=1.0)
+    addresses = start_and_stop(network, folder, nodes, stall=1.0)
     network.cut(VICTIM)
     nodes[VICTIM].kill()
     for number in (0, 2):
@@ -115,11 +115,11 @@ def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
     protect(folder, nodes, 2, addresses)
 
 
-def test_a_node_that_is_slow_makes_it_late_and_nothing_else(
+def test_a_slow_node_makes_it_late_and_nothing_else(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
-    begin_and_stop(network, folder, nodes, stall=PATIENCE_SECONDS)
+    start_and_stop(network, folder, nodes, stall=PATIENCE_SECONDS)
     with narrowed(network, VICTIM, SLOW_BYTES_PER_SECOND):
-        nodes[VICTIM].go_on()
+        nodes[VICTIM].resume()
         assert [node.heard() for node in nodes] == [None] * 3
     check(folder, 1)

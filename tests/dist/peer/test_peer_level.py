@@ -204,7 +204,7 @@ def test_versions_protected_at_the_end_of_the_job_free_the_older_ones(
         assert kept == [{6}, {6}]
 
 
-def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_more_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "xor")
     lose(place, tmp_path, 0, 2)
@@ -338,8 +338,8 @@ def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
         assert told["replicated"] == before[0]["replicated"]
 
 
-def go_on_without_peers(place: Place, steps: range) -> list[int]:
-    """Restore, make a version durable that is not protected, and crash; returns the versions with
+def continue_without_peers(place: Place, steps: range) -> list[int]:
+    """Restore, make an unprotected version durable, and crash; returns the versions with
     parity on this node."""
     job = make_job()
     attached = attach(job, place, **settings("xor"))
@@ -359,7 +359,7 @@ def test_a_protected_version_stays_across_runs_until_a_newer_one_is_protected(
     place = place_of(tmp_path, shm_dir)
     before = ranks(3).run(leave_behind, place, "xor")
     for steps in (range(STEPS, STEPS + 2), range(STEPS + 2, STEPS + 4)):
-        kept = ranks(3).run(go_on_without_peers, place, steps)
+        kept = ranks(3).run(continue_without_peers, place, steps)
         assert all(STEPS in versions for versions in kept), kept
     lose(place, tmp_path, 1)
     for number, told in enumerate(ranks(3).run(come_back, place, "xor")):

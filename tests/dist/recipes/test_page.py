@@ -72,7 +72,7 @@ def run(block: str, folder: Path, fails_at: int | None = None) -> list[Any]:
     return said
 
 
-def test_the_loop_of_the_page_goes_on(tmp_path: Path) -> None:
+def test_the_loop_of_the_page_continues(tmp_path: Path) -> None:
     """Figures and weights, after an error in the middle of an epoch."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "plain").mkdir()

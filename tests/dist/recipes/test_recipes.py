@@ -1,4 +1,4 @@
-"""Scripts that nobody here wrote go on exactly after a kill, with the lines of docs/scripts.md.
+"""Scripts of other projects resume exactly after a kill, with the lines of docs/scripts.md.
 
 Their sources are not part of the project: TIERCKPT_RECIPES names a folder with clones, see
 CONTRIBUTING.md.
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.recipes import diffs
-from tests.support.recipes.job import CLONES, RecipeJob, goes_on_exactly
+from tests.support.recipes.job import CLONES, RecipeJob, resumes_exactly
 from tests.support.recipes.scripts import RECIPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "scripts.md"
@@ -30,7 +30,7 @@ def clones_with(repository: str) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_script_with_the_lines_of_the_page_goes_on_exactly(
+def test_a_script_with_the_lines_of_the_page_resumes_exactly(
     name: str, tmp_path: Path, shm_dir: Path, launchable: Callable[[str], None]
 ) -> None:
     recipe = RECIPES[name]
@@ -47,4 +47,4 @@ def test_a_script_with_the_lines_of_the_page_goes_on_exactly(
     assert plain.is_done(), plain.output()
     for kill in recipe.kills:
         ours = RecipeJob(recipe, clones, tmp_path / f"killed{kill}", lines, shm_dir)
-        goes_on_exactly(ours, plain, recipe, kill)
+        resumes_exactly(ours, plain, recipe, kill)

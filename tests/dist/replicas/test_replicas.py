@@ -145,12 +145,12 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             trial.iterate(before_step=lambda param=param: hit(param.grad))
         else:
             trial.iterate(damage=partial(hit, param if kind == "weight" else state))
-        begun = trial.differing()
+        started = trial.differing()
         steps = 0
         # The last bit may be rounded away in optimizer state after it has come to a weight, and
         # that weight's slice was looked at just before: then it takes another round.
         while len(trial.drifts()) == before and steps < 2 * ROUND + BEHIND:
-            if steps == ROUND + BEHIND and set(begun) & set(trial.differing()):
+            if steps == ROUND + BEHIND and set(started) & set(trial.differing()):
                 break
             trial.iterate()
             steps += 1
@@ -164,7 +164,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             if not right or finding.odd != odd:
                 told["wrong"].append((kind, name, key, bit, victim, finding.text()))
         elif trial.differing():
-            told["wrong"].append((kind, name, key, bit, "not found", begun, trial.differing()))
+            told["wrong"].append((kind, name, key, bit, "not found", started, trial.differing()))
         else:
             told["healed"] += 1
         trial.mend()

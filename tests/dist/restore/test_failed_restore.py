@@ -25,7 +25,7 @@ def with_a_restore_that_fails(place: Place) -> dict[str, list[int]]:
 
 
 def test_it_costs_no_version(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """The version being copied is not lost either: no optimizer had begun its step."""
+    """The version being copied is not lost either: no optimizer had started its step."""
     place = Place.under(tmp_path, shm_dir)
     one, other = ranks(2).run(with_a_restore_that_fails, place)
     assert one == other

@@ -189,7 +189,7 @@ def fail_between_reading_and_verifying(place: Place) -> tuple[str, int]:
     return str(error.value), restored.version
 
 
-def test_slots_are_closed_if_a_rank_cannot_begin_to_verify(
+def test_slots_are_closed_if_a_rank_cannot_start_to_verify(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     told = ranks(2).run(fail_between_reading_and_verifying, Place.under(tmp_path, shm_dir))

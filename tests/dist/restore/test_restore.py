@@ -300,7 +300,7 @@ def test_a_damaged_slot_is_replaced_by_the_file(ranks: Any, tmp_path: Path, shm_
         assert told["digest"] == course[3]
 
 
-def test_a_version_asked_for_that_is_not_there_is_an_error_on_all_ranks(
+def test_a_missing_version_asked_for_is_an_error_on_all_ranks(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)

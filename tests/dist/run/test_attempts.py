@@ -1,4 +1,4 @@
-"""Attempts of a job whose ranks fail, under each launcher."""
+"""Attempts of a job with failing ranks, under each launcher."""
 
 from __future__ import annotations
 
@@ -129,11 +129,11 @@ def job(tmp_path: Path, shm_dir: Path) -> Callable[..., Done]:
             text=True,
         )
         try:
-            begun = meanwhile(process) if meanwhile is not None else ""
+            started = meanwhile(process) if meanwhile is not None else ""
             out, err = process.communicate(timeout=90)
         finally:
             process.kill()
-        return Done(process.returncode, begun + out, err)
+        return Done(process.returncode, started + out, err)
 
     return run
 
@@ -220,7 +220,7 @@ SLOW = """time.sleep(0.05)
 LONG = DDP.replace("range(start, 12)", "range(start, 100000)") + "import sys\nsys.exit(75)"
 
 
-def test_a_job_that_is_told_to_end_is_not_started_again(job: Callable[..., Done]) -> None:
+def test_a_job_told_to_end_is_not_started_again(job: Callable[..., Done]) -> None:
     """The last checkpoint is taken, and the status of the script, as for a batch script that
     requeues the job, is not taken for a failure."""
 
@@ -237,10 +237,10 @@ def test_a_job_that_is_told_to_end_is_not_started_again(job: Callable[..., Done]
     assert "a last checkpoint is taken" in done.err.lower(), done.err
 
 
-def test_a_job_whose_time_is_over_is_not_started_again(
+def test_a_job_without_time_left_is_not_started_again(
     job: Callable[..., Done], tmp_path: Path
 ) -> None:
-    """Nobody sends a signal, and all ranks end with status 75."""
+    """No process sends a signal, and all ranks end with status 75."""
     (tmp_path / "ckpts").mkdir()
     halt = [sys.executable, "-m", "tierckpt", "halt", str(tmp_path / "ckpts"), "--after-version"]
     subprocess.run([*halt, "3", "--force"], check=True, capture_output=True)

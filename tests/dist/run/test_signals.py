@@ -209,7 +209,7 @@ sys.stdin.readline()
 
 
 def test_the_next_attempt_finds_no_worker_of_the_last_one(start: Callable[..., Shim]) -> None:
-    """A process in a session of its own, as the node's agent, goes on."""
+    """A process in a session of its own, as the node's agent, continues."""
     shim = start(WORKERS)
     stays, ends, both = shim.others
     assert shim.process.stdin is not None

@@ -80,7 +80,7 @@ def wait_until_protected(job: RestartJob, *nodes: tuple[int, ...]) -> None:
 
 def test_a_spare_takes_the_rank_of_a_lost_node(job: RestartJob, start: Start) -> None:
     """Its processes, memory and disk are lost. The losses are those of an undisturbed run, and a
-    spare that is not needed ends with the job."""
+    spare not needed ends with the job."""
     first, _ = start("a", 0), start("b", 1)
     spare = start("c")
     wait_for_spares(job, 1)

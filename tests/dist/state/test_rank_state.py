@@ -38,13 +38,13 @@ def trained(path: Path, shm: Path, steps: int) -> tuple[list[Any], list[Any]]:
     given = {"path": path, "shm_dir": shm, "local_every_steps": 1}
     with ddp_ckpt.Checkpointer(model, optimizer, agent="inline", **given) as ckpt:
         ckpt.restore()
-        begun = facts(inner)
+        started = facts(inner)
         for _ in range(steps):
             optimizer.zero_grad()
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
             ckpt.step()
-    return begun, facts(inner)
+    return started, facts(inner)
 
 
 def test_each_rank_has_its_own_back(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
@@ -53,7 +53,7 @@ def test_each_rank_has_its_own_back(ranks: Any, tmp_path: Path, shm_dir: Path) -
     pool = ranks(RANKS)
     ends = [end for _, end in pool.run(trained, path, shm_dir, 3)]
     assert ends[0][0] != ends[1][0]
-    assert [begun for begun, _ in pool.run(trained, path, shm_dir, 0)] == ends
+    assert [started for started, _ in pool.run(trained, path, shm_dir, 0)] == ends
     alone = model_of(seed=3)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     ckpt = tierckpt.Checkpointer(alone, optimizer, path=path, shm_dir=shm_dir, agent="inline")

@@ -31,7 +31,7 @@ def shorten(model: Any) -> None:
 
 
 def vote_late(patch: pytest.MonkeyPatch, boundaries: int) -> None:
-    """Vote as a rank whose version 3 is being copied for so many boundaries more."""
+    """Vote as a rank that copies version 3 for so many boundaries more."""
     vote, left = Agreement._vote_about, [boundaries]
 
     def voted(self: Agreement, level: Any, id_: Any, *more: Any) -> Any:

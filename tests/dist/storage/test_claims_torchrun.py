@@ -111,7 +111,7 @@ def test_two_torchruns_of_one_name_are_two_jobs(
 def test_a_node_that_hangs_keeps_the_next_round_of_its_agents_not_out(
     torchrun: Callable[..., Torchrun], tmp_path: Path
 ) -> None:
-    """The hanging rank has its lock; the agent of the other one has begun the next round."""
+    """The hanging rank has its lock; the agent of the other one has started the next round."""
     conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=2,last_call_timeout=3,is_host="
     options = ("--nnodes=1:2", "--max-restarts=3")
     port = free_ports(1)[0]

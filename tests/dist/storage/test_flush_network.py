@@ -56,7 +56,7 @@ class Site:
             self.served,
         )
 
-    def begin_and_stop(self) -> None:
+    def start_and_stop(self) -> None:
         """All flush v1; the victim stops in the middle of its upload."""
         self.nodes += [self.start(n, IN_MID_UPLOAD if n == VICTIM else "") for n in range(NODES)]
         assert [node.heard() for node in self.nodes] == ["ready"] * NODES
@@ -95,10 +95,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
             node.kill()
 
 
-def test_a_node_that_is_cut_off_lags_and_completes_the_version_later(site: Site) -> None:
-    site.begin_and_stop()
+def test_a_node_cut_off_lags_and_completes_the_version_later(site: Site) -> None:
+    site.start_and_stop()
     site.network.cut(VICTIM)
-    site.nodes[VICTIM].go_on()
+    site.nodes[VICTIM].resume()
     said = [node.heard() for node in site.nodes]
     assert (said[0], said[2]) == (PART, PART), "the others are through, and wait for nobody"
     assert "s3://bucket/job" in said[VICTIM]["error"]
@@ -113,7 +113,7 @@ def test_a_node_that_is_cut_off_lags_and_completes_the_version_later(site: Site)
 def test_a_node_that_loses_power_leaves_no_version_and_its_successor_completes_it(
     site: Site,
 ) -> None:
-    site.begin_and_stop()
+    site.start_and_stop()
     site.network.cut(VICTIM)
     site.nodes[VICTIM].kill()
     assert [site.nodes[number].heard() for number in (0, 2)] == [PART, PART]
@@ -128,10 +128,10 @@ def test_a_node_that_loses_power_leaves_no_version_and_its_successor_completes_i
     assert site.nodes[0].heard()["reused_bytes"] == 4096 * PAGES, "what is there is not sent again"
 
 
-def test_a_node_that_is_slow_makes_the_version_late_and_nothing_else(site: Site) -> None:
-    site.begin_and_stop()
+def test_a_slow_node_makes_the_version_late_and_nothing_else(site: Site) -> None:
+    site.start_and_stop()
     with narrowed(site.network, VICTIM, SLOW_BYTES_PER_SECOND):
-        site.nodes[VICTIM].go_on()
+        site.nodes[VICTIM].resume()
         said = [node.heard() for node in site.nodes]
     assert [each["committed"] for each in said].count(True) == 1, "whoever is last completes it"
     site.check(1)

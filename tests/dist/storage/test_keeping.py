@@ -53,7 +53,7 @@ def on_node(attached: Attached) -> list[int]:
     return sorted({key.id.version for key in store.keys()})  # noqa: SIM118
 
 
-def go_on(kind: str, place: Place, **settings: Any) -> list[int]:
+def resume(kind: str, place: Place, **settings: Any) -> list[int]:
     job, attached = start(kind, place, **settings)
     restored = attached.ckpt.restore()
     train(job, attached.ckpt, range(int(restored), LATER))
@@ -78,7 +78,7 @@ def test_rank_zeros_metric_decides_on_all_nodes(
     # A run that finds only the files knows the best version, too.
     shutil.rmtree(shm_dir)
     shm_dir.mkdir()
-    assert ranks(2, kind).run(go_on, kind, place, local_keep_best=1) == [[2, LATER]] * 2
+    assert ranks(2, kind).run(resume, kind, place, local_keep_best=1) == [[2, LATER]] * 2
     assert ranks(2, kind).run(go_back, kind, place, 2) == [course[2] for course, _ in before]
 
 
@@ -114,7 +114,7 @@ def test_a_pin_holds_on_all_nodes(ranks: Any, tmp_path: Path, shm_dir: Path) -> 
         assert LocalPins(tmp_path / node).pinned() == set()
 
 
-def pin_in_vain(place: Place) -> str:
+def pin_and_fail(place: Place) -> str:
     if rank() == 1:
         Path(place.path.replace("{node}", "node1")).parent.write_text("no directory")
     _, attached = start(GLOO, place)
@@ -128,6 +128,6 @@ def test_a_node_that_cannot_be_asked_is_an_error_on_all_ranks(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
-    for text in ranks(2).run(pin_in_vain, place):
+    for text in ranks(2).run(pin_and_fail, place):
         assert text.startswith("rank 1 cannot reach its pins")
         assert str(tmp_path / "node1") in text

@@ -127,7 +127,7 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
     }
 
 
-def test_an_agent_that_is_killed_leaves_its_flush_to_the_next(
+def test_a_killed_agent_leaves_its_flush_to_the_next(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
@@ -146,7 +146,7 @@ def test_a_place_that_cannot_be_written_costs_that_level_only(
     zero, one = ranks(2).run(train_and_close, place, shared, {})
     assert zero["flushed"] == one["flushed"] == []
     assert len(zero["failed"]) == 3
-    assert all("training goes on" in text and shared in text for text in zero["failed"])
+    assert all("training continues" in text and shared in text for text in zero["failed"])
     assert zero["local"] == one["local"] == [4, 8, STEPS]
 
 

@@ -52,16 +52,16 @@ def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
             (barrier,) = of(timeline, rank, version, "barrier")
             releases = of(timeline, rank, version, "release")
             copies = of(timeline, rank, version, "copy")
-            next_update = min(u.begin_us for u in updates if u.begin_us >= boundary.begin_us)
-            released = {layer: s.begin_us for s in releases for layer in s.layers}
+            next_update = min(u.start_us for u in updates if u.start_us >= boundary.start_us)
+            released = {layer: s.start_us for s in releases for layer in s.layers}
             assert len(released) == PARAMETERS
             assert copies
             for copy in copies:
                 # Layers that share a block are copied when one of them is released, and without a
                 # release at the barrier.
                 earliest = min(released[layer] for layer in copy.layers)
-                assert boundary.begin_us <= min(earliest, barrier.begin_us) <= copy.begin_us
-                assert copy.begin_us <= copy.end_us <= barrier.end_us
+                assert boundary.start_us <= min(earliest, barrier.start_us) <= copy.start_us
+                assert copy.start_us <= copy.end_us <= barrier.end_us
             assert barrier.end_us <= next_update
 
 
@@ -80,10 +80,10 @@ def test_a_ddp_job_is_recorded(ranks: Any, tmp_path: Path, shm_dir: Path) -> Non
             reductions = of(timeline, rank, version, "allreduce")
             assert len(launches) == len(reductions) > 1
             assert [s.layers for s in reductions] == [s.layers for s in launches]
-            assert [s.begin_us for s in reductions] == [s.begin_us for s in launches]
+            assert [s.start_us for s in reductions] == [s.start_us for s in launches]
         (write,) = of(timeline, rank, 3, "write")
         (seal,) = of(timeline, rank, 3, "seal")
-        assert write.begin_us == seal.end_us
+        assert write.start_us == seal.end_us
         assert write.nbytes > 0
     check_report(timeline, tmp_path)
 

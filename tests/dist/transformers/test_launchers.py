@@ -21,7 +21,7 @@ TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-
 
 
 @pytest.mark.parametrize("shim", [[], ["-m", "tierckpt.run"]], ids=["torchrun", "tierckpt run"])
-def test_ranks_that_the_launcher_restarts_go_on_exactly(
+def test_ranks_restarted_by_the_launcher_resume_exactly(
     shim: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     plain, job = undisturbed(), make_job()

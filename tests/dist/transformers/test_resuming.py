@@ -1,5 +1,5 @@
-"""A job of Hugging Face's Trainer that is killed goes on with exactly the steps of an undisturbed
-one: batches, gradients, weights, learning rates, random states, and all that is logged."""
+"""A killed job of Hugging Face's Trainer continues with exactly the steps of an undisturbed one:
+batches, gradients, weights, learning rates, random states, and everything logged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run
 from tests.support.frameworks.killed_job import (
-    a_fork_goes_on_exactly,
-    ends_by_a_signal_and_goes_on,
+    a_fork_continues_exactly,
+    ends_by_a_signal_and_resumes,
     goes_back_once,
-    goes_on_after_an_error,
-    goes_on_exactly,
-    goes_on_with_the_same_samples,
     refuses_other_data,
+    resumes_after_an_error,
+    resumes_exactly,
+    resumes_with_the_same_samples,
 )
 
 BEST = {
@@ -102,11 +102,11 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_job_goes_on_exactly(
+def test_a_killed_job_resumes_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     kills, scenario = CASES[name]
-    goes_on_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="begin")
+    resumes_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="begin")
 
 
 def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
@@ -114,11 +114,11 @@ def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
     refuses_other_data(make_job(), "backward:1:8", "numbered", why)
 
 
-def test_a_fork_by_the_environment_goes_on_exactly(
+def test_a_fork_by_the_environment_continues_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     source = make_job({"local_every_steps": 1, "when_busy": "wait"})
-    a_fork_goes_on_exactly(source, make_job(), ("backward:1:9", "backward:0:9"), undisturbed())
+    a_fork_continues_exactly(source, make_job(), ("backward:1:9", "backward:0:9"), undisturbed())
 
 
 def test_a_rollback_by_the_environment_is_made_once(
@@ -137,7 +137,7 @@ def test_checkpoints_leave_the_training_unchanged(
     assert run.lines(1) == undisturbed(arguments=BEST).lines(1)
 
 
-def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_best_weights(
+def test_a_finished_job_started_again_trains_no_step_and_has_its_best_weights(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
     job = make_job(arguments=BEST, patience=2)
@@ -148,10 +148,10 @@ def test_a_finished_job_that_is_started_again_trains_no_step_and_has_its_best_we
     assert again.lines()[-1] == first.lines()[-1]
 
 
-def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_goes_on_exactly(
+def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_resumes_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    ends_by_a_signal_and_goes_on(
+    ends_by_a_signal_and_resumes(
         make_job(arguments=BEST), "backward:1:9", (10, 13), undisturbed(arguments=BEST)
     )
 
@@ -164,10 +164,10 @@ def test_after_a_signal_the_job_ends_with_the_status_of_the_setting(make_job: Ma
     assert again.ended(), again.output()
 
 
-def test_after_an_exception_of_the_script_the_next_run_goes_on_exactly(
+def test_after_an_exception_of_the_script_the_next_run_resumes_exactly(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    goes_on_after_an_error(make_job(arguments=BEST), "backward:1:9", undisturbed(arguments=BEST))
+    resumes_after_an_error(make_job(arguments=BEST), "backward:1:9", undisturbed(arguments=BEST))
 
 
 def test_the_jobs_own_version_goes_before_a_checkpoint_of_the_trainers(
@@ -178,14 +178,14 @@ def test_the_jobs_own_version_goes_before_a_checkpoint_of_the_trainers(
     again = job.start(train={"resume_from_checkpoint": True})
     assert again.ended(), again.output()
     assert again.place_in(plain) > 0
-    assert "resume_from_checkpoint is not used: the job goes on from its own v" in again.output()
+    assert "resume_from_checkpoint is not used: the job continues from its own v" in again.output()
 
 
 @pytest.mark.parametrize(
     ("ranks", "others", "batch", "accumulation"),
     [(2, 1, 4, 2), (2, 1, 8, 1), (1, 2, 2, 1)],
 )
-def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
+def test_another_number_of_ranks_continues_with_the_same_samples_a_step(
     ranks: int, others: int, batch: int, accumulation: int, make_job: MakeJob
 ) -> None:
     """52 samples; the last step of an epoch is filled up with some of its first ones."""
@@ -197,7 +197,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step(
     killed = job.start(f"step end:{ranks - 1}:9")
     other = job.start(ranks=others, arguments=changed)
     assert other.ended(), other.output()
-    goes_on_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
+    resumes_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
     assert loss_of(other) == pytest.approx(loss_of(whole), rel=0.01)
 
 
@@ -248,8 +248,8 @@ def test_a_job_may_start_from_a_checkpoint_of_the_trainers(make_job: MakeJob) ->
     before = make_job(arguments={**BEST, "max_steps": 10, "load_best_model_at_end": False})
     assert before.start().ended()
     path = f"{before.scenario.folder}/out/checkpoint-8"
-    begun = {"train": {"resume_from_checkpoint": path}}
-    plain, job = make_job(**begun), make_job(**begun)
+    started = {"train": {"resume_from_checkpoint": path}}
+    plain, job = make_job(**started), make_job(**started)
     whole = plain.start()
     assert whole.ended(), whole.output()
     assert whole.of_kind("step")[0]["number"] == 9

@@ -74,9 +74,9 @@ def dies_in_backward(path: str, shm_dir: str) -> None:
 def comes_back(path: str, shm_dir: str) -> dict[str, Any]:
     job = make_job(seed=77)
     ckpt = attach(job, path, shm_dir)
-    begin = ckpt.restore()
-    losses = train(job, ckpt, begin, STEPS)
-    told = {"begin": int(begin), "levels": begin.levels, "losses": losses, "end": job.digest()}
+    start = ckpt.restore()
+    losses = train(job, ckpt, start, STEPS)
+    told = {"begin": int(start), "levels": start.levels, "losses": losses, "end": job.digest()}
     ckpt.close()
     return told
 
@@ -87,7 +87,7 @@ def is_left_alone() -> dict[str, Any]:
     return {"losses": losses[KILLED_AT:], "end": job.digest()}
 
 
-def test_a_job_whose_rank_is_killed_on_the_gpu_resumes_as_if_nothing_had_happened(
+def test_a_job_with_a_rank_killed_on_the_gpu_resumes_as_if_nothing_had_happened(
     place: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=f"rank 1 ended with status -{signal.SIGKILL.value};"):

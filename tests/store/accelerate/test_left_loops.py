@@ -1,4 +1,4 @@
-"""A loop of Accelerate's that is left while it accumulates gradients gives its batches again."""
+"""A loop of Accelerate, left while it accumulates gradients, gives its batches again."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
         with client._lock:  # no thread notices its death earlier
             os.kill(agent.pid, signal.SIGKILL)
             agent.wait()
-            began = time.monotonic() - 100.0
+            started = time.monotonic() - 100.0
             client._connection._process, client._connection._at = (
                 alive,
-                replace(client._connection._at, since=began),
+                replace(client._connection._at, since=started),
             )
         job.checkpointer.save()
         job.run(3)

@@ -252,7 +252,7 @@ def meet(client: AgentClient, known_nodes: KnownNodes) -> ListenSettings:
 
 @pytest.fixture(params=["find", "start"])
 def come(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`come(client, first)`: as at attach, or at the beginning of a run."""
+    """`come(client, first)`: as at attach, or at the start of a run."""
 
     def do(client: AgentClient, first: bool = True) -> None:
         getattr(client, request.param)(first)
@@ -375,7 +375,7 @@ def test_also_where_the_next_one_ended_at_once(
         client.close()
 
 
-def test_it_shuts_down_for_one_that_is_inline(
+def test_it_shuts_down_for_an_inline_one(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """This holds in any environment: it would keep the port, and its knowledge of other nodes."""
@@ -429,7 +429,7 @@ def serve_here(
     monkeypatch.setattr(
         process, "lower_priority", lambda nice: None
     )  # else it would be this process's
-    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
     monkeypatch.setenv(environment.ENVIRONMENT_VARIABLE, what)
     job = settings.place().job
     job.create()
@@ -444,11 +444,11 @@ def test_only_the_commit_under_way_is_finished(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent with a disk that hangs in it is passed over, with an error."""
-    begun, go_on = list[str](), threading.Event()
+    started, resume = list[str](), threading.Event()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
-        begun.append(message.segment or "")
-        assert go_on.wait(PATIENCE_SECONDS)
+        started.append(message.segment or "")
+        assert resume.wait(PATIENCE_SECONDS)
         session.say(Problem("was finished"))
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
@@ -458,17 +458,17 @@ def test_only_the_commit_under_way_is_finished(
     assert reach(before) == os.getpid()
     for stem in ("one", "another"):
         before._connection.send(Commit(KEY_OF_ONE, stem))
-    until(lambda: begun)
+    until(lambda: started)
     agents.append(reach(new))
     assert new.settings.index == 1
     heard = [(m.severity, m.error) for m in problems(new)]
     assert [severity for severity, _ in heard] == [logging.INFO, logging.ERROR]
     assert "does not end; another one takes its place" in heard[1][1]
     assert serving.is_alive()
-    go_on.set()
+    resume.set()
     serving.join(PATIENCE_SECONDS)
     assert not serving.is_alive()
-    assert begun == ["one"]
+    assert started == ["one"]
     until(lambda: "was finished" in told(before))
     for client in (before, new):
         client.close()
@@ -502,11 +502,11 @@ def test_flushes_that_it_gives_up_are_named(
 def test_peers_that_were_unknown_during_a_commit_pass_on_too(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    started, resume = threading.Event(), threading.Event()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
-        begun.set()
-        assert go_on.wait(PATIENCE_SECONDS)
+        started.set()
+        assert resume.wait(PATIENCE_SECONDS)
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
     shared = str(tmp_path / "shared")
@@ -518,11 +518,11 @@ def test_peers_that_were_unknown_during_a_commit_pass_on_too(
         facts = facts_of(VersionId(1, version), 2)
         before.flush(FlushOrder(before.session.directory, (0,), facts, 1000, "here"))
     before.retire(None, ((1, 0),))
-    assert begun.wait(PATIENCE_SECONDS)
+    assert started.wait(PATIENCE_SECONDS)
     new.start()
     heard = list[Problem]()
     until(lambda: heard or heard.extend(problems(new)))
-    go_on.set()
+    resume.set()
     serving.join(PATIENCE_SECONDS)
     agents.append(reach(new))
     (said,) = heard
@@ -673,9 +673,7 @@ def test_the_agent_finds_the_modules_that_the_script_finds(
     assert all("mine" in str(m.encoding) for m in manifests)
 
 
-def test_a_path_that_is_no_more_is_no_trouble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vanished_path_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -214,7 +214,7 @@ def test_a_full_persistent_device_lags_and_catches_up(
         job.run_until(job.flush_failures)
         (message,) = job.flush_failures()
         assert "No space left on device" in message
-        assert f"training goes on, without this version in {shared}" in message
+        assert f"training continues, without this version in {shared}" in message
         (failed,) = job.heard("failed", "persistent")
         assert failed.behind_since == FLUSHED
         assert behind in job.versions("local"), "the levels before it do not suffer"
@@ -280,20 +280,20 @@ def bucket(proxy: Proxy, tmp_path: Path, served: Path, monkeypatch: pytest.Monke
 def hanging_uploads() -> tuple[threading.Event, threading.Event, Callable[[str, str, int], None]]:
     """A rule of the proxy: the first event is set when an agent's upload arrives, and setting the
     second lets it continue."""
-    come, go_on = threading.Event(), threading.Event()
+    come, resume = threading.Event(), threading.Event()
 
     def hang(method: str, path: str, number: int) -> None:
         if method == "PUT" and "/runs/" not in path:  # not the record of the run
             come.set()
-            go_on.wait(PATIENCE_SECONDS)
+            resume.wait(PATIENCE_SECONDS)
 
-    return come, go_on, hang
+    return come, resume, hang
 
 
 def test_a_store_that_hangs_is_waited_for_by_nobody(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
 ) -> None:
-    come, go_on, hang = hanging_uploads()
+    come, resume, hang = hanging_uploads()
 
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir, local_every_steps=1) as job:
@@ -306,13 +306,13 @@ def test_a_store_that_hangs_is_waited_for_by_nobody(
             assert job.flushed() == []
             job.settle()
             assert until in job.versions("local"), "a dozen versions later"
-            go_on.set()
+            resume.set()
             job.run_until(job.flushed)
             assert (job.flushed(), job.flush_failures()) == ([FLUSHED], [])
             job.checkpointer.abandon()
         check_restores(bucket, FLUSHED, tmp_path, shm_dir)
     finally:
-        go_on.set()
+        resume.set()
 
 
 NO_PATIENCE = 0.5
@@ -324,7 +324,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     """The agent continues without the job."""
     monkeypatch.setattr(decisions, "QUIET_SECONDS", NO_PATIENCE)
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
-    come, go_on, hang = hanging_uploads()
+    come, resume, hang = hanging_uploads()
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
             job.run(FLUSHED)
@@ -341,7 +341,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
         assert job.iteration in job.versions("local")
         assert job.heard("closed"), "and it was an end like others"
     finally:
-        go_on.set()
+        resume.set()
     os.waitpid(pid, 0)
     check_restores(bucket, job.iteration, tmp_path, shm_dir)
 
@@ -390,7 +390,7 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
     """The store hangs, and the launcher grants no time; the agent has it."""
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
-    come, go_on, hang = hanging_uploads()
+    come, resume, hang = hanging_uploads()
 
     def heard(event: Event) -> None:
         if "waiting until all versions are stored on" in event.message:
@@ -412,20 +412,20 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
         assert job.heard("closed")
     finally:
         signal.signal(signal.SIGUSR1, before)
-        go_on.set()
+        resume.set()
     os.waitpid(pid, 0)
     check_restores(bucket, job.iteration, tmp_path, shm_dir)
 
 
-def test_a_store_that_is_slow_does(
+def test_a_slow_store_does(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
-    come, go_on, hang = hanging_uploads()
+    come, resume, hang = hanging_uploads()
 
     def heard(event: Event) -> None:
         if "waiting until all versions are stored on" in event.message:
-            go_on.set()
+            resume.set()
 
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
@@ -434,18 +434,18 @@ def test_a_store_that_is_slow_does(
             proxy.rule = hang
             job.flush()
             job.run_until(come.is_set)
-        assert go_on.is_set()
+        assert resume.is_set()
         assert job.iteration in job.flushed()
         assert job.heard("failed") == []
     finally:
-        go_on.set()
+        resume.set()
 
 
 def test_a_slow_store_costs_versions_there_and_no_room_here(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
 ) -> None:
     """One is flushed, the newest waits; the versions dropped between them hold no slot."""
-    come, go_on, hang = hanging_uploads()
+    come, resume, hang = hanging_uploads()
 
     with Job(tmp_path / "ckpts", bucket, shm_dir, when_busy="skip", local_keep_last=1) as job:
         try:
@@ -464,7 +464,7 @@ def test_a_slow_store_costs_versions_there_and_no_room_here(
             job.checkpointer._levels.promotion.retire()
             job.run_until(lambda: local_versions(tmp_path / "ckpts") == [first, newest])
         finally:
-            go_on.set()
+            resume.set()
         job.run_until(lambda: newest in job.flushed())
         assert (job.flushed(), job.flush_failures()) == ([first, newest], [])
         job.checkpointer.abandon()
@@ -475,7 +475,7 @@ def local_versions(directory: Path) -> list[int]:
     return sorted({key.id.version for key in LocalStore(directory).keys()})  # noqa: SIM118
 
 
-def test_a_store_that_forbids_costs_the_version_and_one_that_is_busy_nothing(
+def test_a_forbidding_store_costs_the_version_and_a_busy_one_nothing(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
 ) -> None:
     with Job(tmp_path / "ckpts", bucket, shm_dir) as job:

@@ -280,7 +280,7 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
     assert (versions(place), pins(place)) == ([1, 2, 3], [1, 2])
 
 
-def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
+def test_a_pin_removed_while_it_is_set_is_gone(
     node: MakeNode, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, pin = pinned_on_local(tmp_path, 1), PersistentStore.pin
@@ -297,35 +297,35 @@ def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
 # --- progress and hangs --------------------------------------------------------------------------
 
 
-def test_a_flush_that_waits_on_purpose_makes_progress_and_one_whose_store_hangs_does_not(
+def test_a_flush_that_waits_on_purpose_makes_progress_and_one_to_a_hanging_store_does_not(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, go_on = threading.Event(), threading.Event()
+    hangs, resume = threading.Event(), threading.Event()
     looks: list[float] = []
     write_at = PosixBackend.write_at
 
     def write(backend: PosixBackend, *rest: Any) -> None:
         if looks:  # it has waited: this is a window
-            looks.append(zero.flusher.went_on_at)
+            looks.append(zero.flusher.progress_at)
             hangs.set()
-            assert go_on.wait(PATIENCE_SECONDS)
+            assert resume.wait(PATIENCE_SECONDS)
         write_at(backend, *rest)
 
     zero = node(nodes=2, nodes_at_once=1)
-    made = zero.flusher.went_on_at
+    made = zero.flusher.progress_at
     clock.seconds += 10.0 - clock.seconds % 10.0 + 6.0  # the other node's turn
-    clock.meanwhile = lambda: looks.append(zero.flusher.went_on_at)
+    clock.meanwhile = lambda: looks.append(zero.flusher.progress_at)
     with monkeypatch.context() as patch:
         patch.setattr(PosixBackend, "write_at", write)
         zero.start(order(1))
         assert hangs.wait(PATIENCE_SECONDS)
         assert len(looks) > 3
         assert made < looks[0] < looks[-1], "while it waits for its turn"
-        assert zero.flusher.went_on_at == looks[-1], "and no more"
+        assert zero.flusher.progress_at == looks[-1], "and no more"
         quiet = zero.flusher.quiet_seconds()
         assert quiet > 0
         assert zero.flusher.quiet_seconds() > quiet
-        go_on.set()
+        resume.set()
         zero.wait()
     assert zero.answers[-1].complete
     assert zero.flusher.quiet_seconds() == 0, "nothing is under way"
@@ -492,12 +492,12 @@ def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
 
 def test_no_lease_is_kept_for_dead_ranks(node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush that they ordered keeps the lease until its end, and no longer."""
-    come, go_on = threading.Event(), threading.Event()
+    come, resume = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
     def write(backend: PosixBackend, *rest: Any) -> None:
         come.set()
-        assert go_on.wait(PATIENCE_SECONDS)
+        assert resume.wait(PATIENCE_SECONDS)
         write_at(backend, *rest)
 
     zero = node(nodes=2)
@@ -512,7 +512,7 @@ def test_no_lease_is_kept_for_dead_ranks(node: MakeNode, monkeypatch: pytest.Mon
         zero.flusher.rest()
         keeping.join(PATIENCE_SECONDS)
         assert not keeping.is_alive()
-        go_on.set()
+        resume.set()
         zero.wait()
     assert [type(said) for said in zero.answers] == [Flushed, Flushed]
     assert keeper._thread is None
@@ -524,13 +524,13 @@ def test_an_abandoned_flush_keeps_its_files_and_leaves_the_lease_alone(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run with another agent has started."""
-    come, go_on = threading.Event(), threading.Event()
+    come, resume = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
     def write(backend: PosixBackend, *rest: Any) -> None:
         write_at(backend, *rest)
         come.set()
-        assert go_on.wait(PATIENCE_SECONDS)
+        assert resume.wait(PATIENCE_SECONDS)
 
     zero = node()
     zero.flush(order(1, 0, 1))
@@ -542,7 +542,7 @@ def test_an_abandoned_flush_keeps_its_files_and_leaves_the_lease_alone(
         assert zero.flusher.cancel() == [2, 3]
         successor = PersistentStore(str(place)).lease("11fe", "job on node0")
         successor.ensure()
-        go_on.set()
+        resume.set()
         zero.wait()
     assert not zero.flusher.busy()
     assert successor.held()
@@ -644,7 +644,7 @@ def test_a_node_that_comes_before_the_first_one_gives_no_version_up(
     assert versions(place) == [1]
 
 
-def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back(
+def test_a_place_unmounted_in_mid_run_is_not_written_to_until_it_is_back(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
     """Under the mount is an empty folder on the node's own disk; the first node must notice it,
@@ -663,7 +663,7 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
     assert versions(place) == [1, 3]
 
 
-def test_a_place_that_is_mounted_in_mid_run_is_written_to(
+def test_a_place_mounted_in_mid_run_is_written_to(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
     """The job started before the mount, and never had the lease of the mounted place."""

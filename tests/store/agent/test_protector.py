@@ -124,21 +124,21 @@ def test_an_order_is_carried_out_by_the_agents_that_knew_each_other_then(
     peers are gone, and does not count as protected by omission."""
     orders = Orders(tmp_path, 0)
     orders.made.open(ListenSettings("one run", "lo", 0, "localhost"))
-    began, go_on = threading.Event(), threading.Event()
+    started, resume = threading.Event(), threading.Event()
     carry_out = protector._protect_all
 
     def held_up(order: Any) -> Any:
-        began.set()
-        assert go_on.wait(PATIENCE_SECONDS)
+        started.set()
+        assert resume.wait(PATIENCE_SECONDS)
         return carry_out(order)
 
     monkeypatch.setattr(protector, "_protect_all", held_up)
     orders.made.order(str(tmp_path), VersionId(1, 1), 9, None, orders.said.put)
-    assert began.wait(PATIENCE_SECONDS)
+    assert started.wait(PATIENCE_SECONDS)
     orders.made.order(str(tmp_path), VersionId(1, 2), 9, None, orders.said.put)
     orders.made.open(ListenSettings("another", "lo", 0, "localhost"))
     orders.made.introduce([party(4)])
-    go_on.set()
+    resume.set()
     for version in (1, 2):
         said = orders.said.get(timeout=PATIENCE_SECONDS)
         assert (type(said), said.id.version) == (ProtectFailed, version)

@@ -232,7 +232,7 @@ def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(no
 
 
 @pytest.mark.parametrize("when", ["before it looked", "later"])
-def test_an_agent_whose_starter_died_without_a_request_waits_no_longer_than_it_lingers(
+def test_an_agent_with_a_dead_starter_and_no_request_waits_no_longer_than_it_lingers(
     when: str, node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = node(0)
@@ -243,7 +243,7 @@ def test_an_agent_whose_starter_died_without_a_request_waits_no_longer_than_it_l
     monkeypatch.setattr(
         process, "lower_priority", lambda nice: None
     )  # else it would be this process's
-    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
     until(lambda: settings.place().address.exists() or not thread.is_alive())
@@ -422,8 +422,8 @@ def test_one_that_has_met_nobody_does_not(node: Any) -> None:
 class Flush:
     """A flush in progress."""
 
-    def __init__(self, went_on_at: float) -> None:
-        self.went_on_at = went_on_at
+    def __init__(self, progress_at: float) -> None:
+        self.progress_at = progress_at
 
     def busy(self) -> bool:
         return True
@@ -453,7 +453,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
     if not hangs:
         thread.join(0.5)
         assert thread.is_alive()
-        flush.went_on_at -= agent.STUCK_SECONDS
+        flush.progress_at -= agent.STUCK_SECONDS
         server._wake.send(b"\0")
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
@@ -462,8 +462,8 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
     listener.close()
 
 
-def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
-    """A job went on with fewer nodes, where this one's rank has another number."""
+def test_one_on_another_node_now_is_not_waited_for(node: Any) -> None:
+    """A job continued with fewer nodes, where this one's rank has another number."""
     settings, session = node(1, linger=10 * PATIENCE_SECONDS)
     killed = trainer((settings, replace(session, ranks=(1,))))
     pid = int(killed.stdout.readline())

@@ -206,11 +206,11 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its successor's own shards come after that, in order."""
-    begun, go_on, served = threading.Event(), threading.Event(), list[str]()
+    started, resume, served = threading.Event(), threading.Event(), list[str]()
 
     def slow_commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
-        begun.set()
-        go_on.wait()
+        started.set()
+        resume.wait()
         served.append(message.segment or "")
 
     monkeypatch.setattr(TrainerSession, "_commit", slow_commit)
@@ -219,9 +219,9 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     known_nodes = KnownNodes(2, ())
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
-        lives.callback(go_on.set)
+        lives.callback(resume.set)
         protocol.send(channel, Commit(KEY, "the run before's"))
-        assert begun.wait(60)
+        assert started.wait(60)
         channel.shutdown(socket.SHUT_RDWR)
         successor = lives.enter_context(trainer(node, settings))
         protocol.send(successor, Commit(KEY, "the first"))
@@ -232,7 +232,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         heard, _ = protocol.receive(successor)
         assert isinstance(heard, Listening)
         assert served == []
-        go_on.set()
+        resume.set()
         heard, _ = protocol.receive(successor)
         assert heard == Finished(last=True)
         assert served == ["the run before's", "the first", "the second"]
@@ -243,13 +243,13 @@ def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer reads them at boundaries. The kernel reports unread ones before sent messages."""
-    begun, go_on, served = threading.Event(), threading.Event(), list[str]()
+    started, resume, served = threading.Event(), threading.Event(), list[str]()
 
     def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
         served.append(message.segment or "")
         session.say(Committed(KEY.id, 0, 0.0, 0.0, direct=False))
-        begun.set()
-        go_on.wait()
+        started.set()
+        resume.wait()
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
     settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
@@ -257,16 +257,16 @@ def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
         for stem in ("the first", "the second", long):
             protocol.send(killed, Commit(KEY, stem))
-        assert begun.wait(60)
+        assert started.wait(60)
         killed.close()
-        go_on.set()
+        resume.set()
     assert served == ["the first", "the second", long]
 
 
 # --- strays --------------------------------------------------------------------------------------
 
 LINEAGE = ((1, 0), (2, 2))
-"""The second run went on from v2."""
+"""The second run continued from v2."""
 
 
 def shards(directory: Path, generation: int, version: int, numbers: list[int], of: int) -> None:

@@ -1,4 +1,4 @@
-"""A disk that hangs, or an agent that is stopped, costs no version in memory, and is named."""
+"""A hanging disk, or a stopped agent, costs no version in memory, and is named."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_stopped_agent_costs_no_version_in_memory(path: Path, shm_dir: Path) -
             [notice] = [e for e in job.events if "has not answered since" in e.message]
             assert f"the agent of this node (process {pid})" in notice.message
             assert str(path) in notice.message
-            assert "versions in memory go on" in notice.message
+            assert "versions in memory continue" in notice.message
             follow(job)
         finally:
             os.kill(pid, signal.SIGCONT)

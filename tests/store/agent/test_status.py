@@ -92,9 +92,7 @@ def test_an_agent_that_left_its_lock_was_killed(place: AgentFiles) -> None:
     assert (agent.state, agent.pid, agent.status) == (GONE, 777, None)
 
 
-def test_an_answer_that_is_not_understood_is_none(
-    place: AgentFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_answer_is_none(place: AgentFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has the lock: this one would drop its own by looking."""
     place.lock.write_text("777")
     monkeypatch.setattr(file_lock, "held", lambda fd: True)

@@ -103,7 +103,7 @@ def test_a_plain_adapter_is_one() -> None:
         (torch.nn.Linear(1, 1), "adapter is a Linear, which lacks attached"),
     ],
 )
-def test_an_object_that_is_no_adapter_is_refused(
+def test_an_object_but_no_adapter_is_refused(
     wrong: Any, says: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(TypeError, match=says):
@@ -122,7 +122,7 @@ def test_values_that_cannot_be_packed_cost_versions_not_the_training(
     assert not job.heard("sealed")
 
 
-def test_a_version_whose_values_cannot_be_loaded_counts_as_damaged(
+def test_a_version_with_unloadable_values_counts_as_damaged(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     settings = {**settings, "local_every_steps": 1}

@@ -41,7 +41,7 @@ POINTS = {
     "the adapter": (PlainAdapter, "attached"),
 }
 ON_ALL_RANKS = dict.fromkeys(("where slots are", "slots"), TierckptError)
-"""Points whose errors all ranks raise, hence as an error of a class that all have."""
+"""Points with errors that all ranks raise, hence as an error of a class that all have."""
 
 
 class BrokenError(Exception):
@@ -55,7 +55,7 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
         "path": tmp_path / "c",
         "trace_dir": tmp_path / "traces",
         "events_dir": tmp_path / "events",
-        "boundary": "forward",  # its hook is on the model from the beginning
+        "boundary": "forward",  # its hook is on the model from the start
     }
 
 

@@ -46,7 +46,7 @@ def said(job: TinyJob, text: str) -> bool:
 def test_a_look_at_an_older_version_costs_no_newer_one(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """Nor one that is only in memory."""
+    """Nor one in memory alone."""
     settings |= {"local_keep_last": 3}
     job = TinyJob(path, local_every_steps=2, **settings).run(STEPS + 1)
     job.checkpointer.wait()
@@ -158,7 +158,7 @@ def fail_in_the_forward_pass(job: TinyJob) -> None:
 
 
 @pytest.mark.usefixtures("by_layer")
-def test_an_exception_costs_no_version_that_is_not_copied_yet(
+def test_an_exception_costs_no_version_not_copied_yet(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     job = TinyJob(path, **settings)
@@ -173,12 +173,12 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     job = TinyJob(path, **settings).run(STEPS - 1)
-    go_on = threading.Event()
+    resume = threading.Event()
 
     def choose(*args: Any) -> None:
         if len(args) > 2:
             raise NoSlotError  # at once
-        go_on.wait()
+        resume.wait()
 
     def choose_slot(*_: Any) -> Callable[..., Any]:
         return choose
@@ -191,7 +191,7 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
         ):
             fail_in_the_forward_pass(job)
     finally:
-        go_on.set()
+        resume.set()
     restored, _, state = back_from(path, settings)
     assert (restored, state) == (STEPS - 1, course[STEPS - 1])
 
@@ -236,7 +236,7 @@ def test_but_not_without_the_other_ranks(
 def test_a_closed_checkpointer_refuses_at_once(
     end: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    """And a loop that goes on is not disturbed."""
+    """And a continuing loop is not disturbed."""
     job = TinyJob(path, **settings).run(STEPS - 1)
     job.train_one()  # and the boundary of this step comes after the end
     job.iteration += 1
@@ -312,7 +312,7 @@ def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
 def test_close_in_the_callback_of_an_event_is_done_at_a_boundary(
     name: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    """The event may come during a step: the step is made, and training goes on without
+    """The event may come during a step: the step is made, and training continues without
     checkpoints."""
     with TinyJob(path, **settings) as job:
         close_at(name)(job)
@@ -367,7 +367,7 @@ def test_close_where_a_boundary_is_over_is_done_at_once(
     assert back_from(path, settings) == (3, {"local": 1}, course[3])
 
 
-def test_a_save_whose_boundary_brings_the_end_is_completed_first(
+def test_a_save_at_the_last_boundary_is_completed_first(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     with TinyJob(path, local_every_steps=100, **settings) as job:
@@ -400,8 +400,8 @@ def test_a_collective_call_is_refused_in_an_event_callback(
         job.checkpointer._log.add_callback(on_event)
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
-        amid_training = {*refused}
-    (text,) = amid_training
+        while_training = {*refused}
+    (text,) = while_training
     assert "in the callback of an event" in text
     assert back_from(path, settings)[2] == course[STEPS]
 

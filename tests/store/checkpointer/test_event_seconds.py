@@ -17,7 +17,7 @@ from tierckpt.storage import local
 from tierckpt.testing import TinyJob
 
 SLOW_SECONDS = 0.1
-"""Smallest time that is reported for a sleep of this length, even on a busy machine."""
+"""Smallest reported time for a sleep of this length, even on a busy machine."""
 
 
 def slowly(function: Callable[..., Any]) -> Callable[..., Any]:

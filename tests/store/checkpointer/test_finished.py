@@ -64,7 +64,7 @@ def test_a_further_fold_of_a_process_is_refused_with_ways_out(make: Make, tmp_pa
 
 
 @pytest.mark.usefixtures("one_process")
-def test_the_same_objects_go_on(make: Make, shm_dir: Path) -> None:
+def test_the_same_objects_continue(make: Make, shm_dir: Path) -> None:
     with make() as first:
         first.run(STEPS)
     ckpt = type(first.checkpointer)(
@@ -82,7 +82,7 @@ def test_the_same_objects_go_on(make: Make, shm_dir: Path) -> None:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("why", ["an error", "a close in a finally", "a halt"])
-def test_a_training_that_did_not_finish_goes_on_in_its_process(make: Make, why: str) -> None:
+def test_an_unfinished_training_continues_in_its_process(make: Make, why: str) -> None:
     job = make(seed=1).run(STEPS)
     if why == "a halt":
         job.checkpointer._halt.ask(HaltRequest(now=True))
@@ -133,7 +133,7 @@ def test_a_start_that_waits_takes_over_from_all_but_a_finished_training(
     assert first.stdout.readline() == "running\n"
     events: list[Event] = []
 
-    def hear(event: Event) -> None:
+    def receive(event: Event) -> None:
         events.append(event)
         if "waiting at most" in event.message:
             if ends == "dies":
@@ -144,7 +144,7 @@ def test_a_start_that_waits_takes_over_from_all_but_a_finished_training(
                 first.stdin.flush()
 
     settings = {"shm_dir": str(shm_dir), "agent": "inline"}
-    callbacks = _receiver(hear)
+    callbacks = _receiver(receive)
     try:
         if ends == "finishes":
             with pytest.raises(ConfigError, match=f"finished at v{STEPS} since") as refused:
@@ -159,12 +159,12 @@ def test_a_start_that_waits_takes_over_from_all_but_a_finished_training(
         end(first)
 
 
-def _receiver(hear: Callable[[Event], None]) -> list[Any]:
+def _receiver(receive: Callable[[Event], None]) -> list[Any]:
     from tierckpt.callbacks import Callbacks
 
     class Receiver(Callbacks):
         def on_event(self, event: Event) -> None:
-            hear(event)
+            receive(event)
 
     return [Receiver()]
 
@@ -178,7 +178,7 @@ def test_a_run_that_makes_no_step_after_a_finished_one_says_so(make: Make) -> No
     with make() as again:
         again.restore()
     (text,) = warnings(again)
-    assert f"It began with v{STEPS}, where an earlier run has finished" in text
+    assert f"It started with v{STEPS}, where an earlier run has finished" in text
     with make() as more:
         more.restore()
         more.run(STEPS + 1)

@@ -1,5 +1,4 @@
-"""A job that is killed again and again before an interval is over still stores versions on its
-levels."""
+"""A job killed again and again before an interval is over still stores versions on its levels."""
 
 from __future__ import annotations
 
@@ -37,12 +36,12 @@ def on_disk(job: TinyJob) -> set[int]:
 
 
 def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
-    """A run that is killed: the version at its start, and the versions that it brought to disk."""
+    """A killed run: the version at its start, and the versions that it brought to disk."""
     job = start(**settings)
     with job:
-        began = int(job.restore())
-        job.run(began + STEPS)
-        told = began, on_disk(job)
+        started = int(job.restore())
+        job.run(started + STEPS)
+        told = started, on_disk(job)
         job.checkpointer.abandon()
     return told
 
@@ -51,10 +50,10 @@ def test_an_interval_continues_from_the_end_of_the_previous_run(start: Start) ->
     """No version was ever on disk: one is due at once. Then the interval starts."""
     timed = {"local_every_seconds": LONG_SECONDS}
     assert live_on(start, **timed) == (0, set())
-    began, written = live_on(start, **timed)
-    assert (began, len(written)) == (STEPS, 1)
-    began, more = live_on(start, **timed)
-    assert (began, more) == (2 * STEPS, set())
+    started, written = live_on(start, **timed)
+    assert (started, len(written)) == (STEPS, 1)
+    started, more = live_on(start, **timed)
+    assert (started, more) == (2 * STEPS, set())
 
 
 def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:

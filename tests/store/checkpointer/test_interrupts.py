@@ -23,8 +23,8 @@ STRIDE = int(points(["1", "7"], "7")[0])
 
 
 class Interrupt:
-    """An interrupt at the nth point where the interpreter checks for signals: at the beginning of
-    functions, and after calls of C functions, whose result is then lost."""
+    """An interrupt at the nth point where the interpreter checks for signals: at the start of
+    functions, and after calls of C functions, with their result lost."""
 
     def __init__(self, number: int) -> None:
         self.came = ""

@@ -1,5 +1,5 @@
-"""A loop that is left within an epoch: a restart goes on with the next batch that was not trained
-on, and with the random numbers that follow."""
+"""A loop left within an epoch: a restart continues with the next batch that was not trained on, and
+with the random numbers that follow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Loops of one process, and their use of the model: the points where copies and boundaries
-begin."""
+start."""
 
 from __future__ import annotations
 
@@ -78,11 +78,10 @@ def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -
 
 
 @pytest.mark.parametrize("keyword", [False, True])
-def test_a_loop_whose_forward_is_in_the_optimizers_closure(
+def test_a_loop_with_its_forward_in_the_optimizers_closure(
     keyword: bool, path: Path, settings: Any
 ) -> None:
-    """Without a forward pass between two steps, the boundary is at the beginning of the next
-    step."""
+    """Without a forward pass between two steps, the boundary is at the start of the next step."""
     with TinyJob(path, boundary="forward", **settings) as job:
         inputs, target = torch.randn(8, 12), torch.zeros(8, dtype=torch.int64)
 

@@ -16,7 +16,7 @@ from tierckpt.proof.recorder import state_of
 
 
 class Job:
-    """A tiny training whose files name the step that they belong to."""
+    """A tiny training with files that name their step."""
 
     def __init__(self, path: Path, shm_dir: Path, **settings: Any) -> None:
         self.model = torch.nn.Linear(3, 3)

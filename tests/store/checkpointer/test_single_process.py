@@ -37,7 +37,7 @@ def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[i
 def test_versions_that_another_program_removed_are_named(
     what: str, path: Path, settings: Any
 ) -> None:
-    """They were reported as there. The training goes on, and so do versions."""
+    """They were reported as there. The training continues, and so do versions."""
     with TinyJob(path, **settings | {"local_every_steps": 1}) as job:
         job.run(1)
         job.checkpointer.save(now=True)
@@ -91,7 +91,7 @@ def test_closing_without_a_step_leaves_nothing_at_all(
     assert versions_on_disk(path) == []
 
 
-def test_letting_go_leaves_the_newest_version_in_memory(
+def test_detaching_leaves_the_newest_version_in_memory(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     job = TinyJob(path, local_every_steps=0, **settings)
@@ -144,7 +144,7 @@ def test_saving_now_is_durable_when_it_returns(path: Path, settings: Any) -> Non
         assert not job.heard("failed")
 
 
-def test_saving_now_waits_for_a_copier_that_is_slow_to_hand_over(
+def test_saving_now_waits_for_a_copier_slow_to_hand_over(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TinyJob(path, local_every_steps=0, local_every_seconds=1e9, **settings) as job:
@@ -337,7 +337,7 @@ def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it
     assert versions_on_disk(path)[-1] == STEPS
 
 
-def test_a_version_that_is_not_there_is_an_error_and_changes_nothing(
+def test_a_missing_version_is_an_error_and_changes_nothing(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
     with TinyJob(path, **settings) as job:

@@ -162,7 +162,7 @@ def test_a_metric_that_came_after_the_boundary_is_stored(path: Path) -> None:
 def test_where_a_forward_pass_is_the_boundary_the_streams_are_those_before_it(
     tmp_path: Path,
 ) -> None:
-    """The iteration that it started is repeated, with a batch that is drawn again."""
+    """The iteration that it started is repeated, with a batch drawn again."""
     paths = []
     for every in (1, 100):
         settings = {"memory_every_steps": every, "local_every_steps": 100}

@@ -234,7 +234,7 @@ def test_a_base_in_use_cannot_be_retired(writer: Writer) -> None:
     assert versions(writer) == []
 
 
-def test_a_version_whose_base_is_being_retired_is_not_committed(writer: Writer) -> None:
+def test_a_version_with_a_base_under_removal_is_not_committed(writer: Writer) -> None:
     """The remover has set its mark, and cannot see the manifest that does not exist yet."""
     writer.flush(1)
     place = Path(writer.store.url)
@@ -244,7 +244,7 @@ def test_a_version_whose_base_is_being_retired_is_not_committed(writer: Writer) 
     assert versions(writer) == [1]
 
 
-def test_a_version_whose_base_went_while_its_manifest_was_written_is_not_committed(
+def test_a_version_without_its_base_after_its_manifest_was_written_is_not_committed(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remover had finished, its mark included, and saw no manifest."""
@@ -287,7 +287,7 @@ def test_a_base_that_was_removed_before_the_commit_is_not_referred_to(tmp_path: 
     assert persistent_contents(tmp_path / "place") == {3: content_of(3)}
 
 
-def test_a_flush_that_is_made_again_writes_nothing_again(writer: Writer, tmp_path: Path) -> None:
+def test_a_repeated_flush_writes_nothing_again(writer: Writer, tmp_path: Path) -> None:
     """Although it would write other bytes now."""
     writer.pipeline = type(writer.pipeline)(writer.pipeline.codecs, 0)
     last = f"eio@file:op=rename,target={name_of(1).stem}.manifest"

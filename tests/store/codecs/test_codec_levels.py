@@ -183,7 +183,7 @@ def key_id(key: str) -> str:
 def test_with_another_key_or_none_nothing_starts_and_the_reason_is_reported(
     key: str, job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even from an older version that needs no key: going on from it would retire this one."""
+    """Not even from an older version that needs no key: a continuation would retire this one."""
     with job() as first:
         first.run(1)
     with job(local_codecs="aes-gcm", local_keep_last=3) as first:
@@ -271,7 +271,7 @@ def test_another_level_that_can_be_read_is_taken_instead(
         assert second.fingerprint() == course[2]
 
 
-def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(codec.OURS, "somebodys", codec.OURS["zstd"])
     monkeypatch.setattr(Zstd, "name", "somebodys")
     with job(local_codecs="somebodys") as first:

@@ -78,7 +78,7 @@ def check(history: dict[str, Any]) -> None:
     assert history["tierckpt/failed/local"] == [[10, 1.0]]
 
 
-def test_a_run_of_its_own_has_the_curves_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_run_of_its_own_has_the_curves_and_continues_after_a_restart(tmp_path: Path) -> None:
     ((experiment, name, status, history),), _ = run(OWN, tmp_path)
     assert (experiment, name, status) == ("checkpoints", "demo-1a2b", "FINISHED")
     assert history["tierckpt/stall_seconds"] == [[9, 0.3], [12, 0.002]]

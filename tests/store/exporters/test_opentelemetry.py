@@ -122,7 +122,7 @@ def test_a_collector_receives_metrics_and_spans() -> None:
     assert resource["service.instance.id"] == "demo-1a2b/2"
 
 
-def test_a_collector_that_is_away_is_said_once_and_gets_all_later(
+def test_an_absent_collector_is_reported_once_and_gets_all_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     refusals = [400]

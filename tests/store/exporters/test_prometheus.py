@@ -221,7 +221,7 @@ def test_a_port_in_use_is_said_once_and_tried_again(
     exporter.on_closed()
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.getMessage() == (
-        f"PrometheusPort({port}) does not export; training goes on, and it is tried again. "
+        f"PrometheusPort({port}) does not export; training continues, and it is tried again. "
         f"OSError: port {port} of 127.0.0.1: Address already in use; choose another port"
     )
 

@@ -99,4 +99,6 @@ def test_beside_the_script_its_own_rows_and_steps_stay(tmp_path: Path) -> None:
 def test_without_a_run_it_says_so_at_the_end(tmp_path: Path) -> None:
     done = run(NO_RUN, tmp_path)
     assert not (tmp_path / "wandb").exists()
-    assert "WandB: nothing was logged, as the script began no run; call wandb.init()" in done.stderr
+    assert (
+        "WandB: nothing was logged, as the script started no run; call wandb.init()" in done.stderr
+    )

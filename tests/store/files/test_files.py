@@ -1,4 +1,4 @@
-"""Files of one process: what is written comes back, or is refused in words."""
+"""Files of one process: what is written comes back, or is refused with a text."""
 
 from __future__ import annotations
 
@@ -133,17 +133,17 @@ def test_from_the_persistent_level(make: Make, tmp_path: Path) -> None:
 def test_an_error_ends_the_version_and_the_last_one_stays(make: Make) -> None:
     files = make()
     write(files, x=b"1")
-    begun = []
+    started = []
 
     def fail() -> None:
         with files.version() as f:
-            begun.append(f)
+            started.append(f)
             Path(f.route("x")).write_bytes(b"2")
             raise ZeroDivisionError("on purpose")
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    (f,) = begun
+    (f,) = started
     assert f.complete is False
     assert "rank 0 could not complete it: ZeroDivisionError: on purpose" in said(files)
     with pytest.raises(TierckptError, match="has ended"):

@@ -82,7 +82,7 @@ def test_current_without_a_restart_orders_what_follows(start: Start, ends: str) 
     assert again.have_restart() == ("step_2b" if ends == "output" else "step_2")
 
 
-def test_a_checkpoint_that_is_not_there_is_no_fresh_start(start: Start) -> None:
+def test_a_missing_checkpoint_is_no_fresh_start(start: Start) -> None:
     three(start)
     session = start(SCR_CURRENT="step_7")
     with pytest.raises(TierckptError, match=r"'step_7' .*, but: step_3, step_2, step_1"):

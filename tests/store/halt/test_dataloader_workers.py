@@ -215,7 +215,7 @@ with checkpointer(*training()):
     assert process.wait(120) == 1
 
 
-def test_workers_of_a_trainer_that_is_gone_end_at_a_signal(start: Start) -> None:
+def test_workers_of_a_lost_trainer_end_at_a_signal(start: Start) -> None:
     """The same holds if the trainer was still alive when they received the signal."""
     process = start(
         STUCK

@@ -107,7 +107,7 @@ def test_a_module_with_explicit_boundaries_is_one_graph(
 
 @MODELS
 @COMPILED
-def test_boundaries_of_one_that_is_compiled_later_are_seen(
+def test_boundaries_of_one_compiled_later_are_seen(
     compiled: Callable[..., nn.Module],
     make: Callable[[], nn.Module],
     shm_dir: Path,

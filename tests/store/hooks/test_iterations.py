@@ -111,7 +111,7 @@ def test_steps_without_a_call_are_an_error_and_no_version(settings: dict[str, An
         assert len(loop.warnings) == len(loop.said("for the first time")) == 1
 
 
-def test_a_call_before_that_is_no_reason_for_a_word_later(settings: dict[str, Any]) -> None:
+def test_an_earlier_call_is_no_reason_for_a_word_later(settings: dict[str, Any]) -> None:
     with killed(**settings) as loop:
         loop.steps(STEPS_UNTIL_CALL - 1)
         loop.ckpt.step()

@@ -114,7 +114,7 @@ def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[
     assert pace
 
 
-def test_one_that_is_made_or_registered_after_the_checkpointer(settings: dict[str, Any]) -> None:
+def test_one_made_or_registered_after_the_checkpointer(settings: dict[str, Any]) -> None:
     model, opt = build()
     with attached(model, opt, **settings) as (ckpt, said):
         given = lr.StepLR(opt, 3)
@@ -139,7 +139,7 @@ def test_one_for_another_model_is_none_of_ours(settings: dict[str, Any]) -> None
 
 
 class Trainer:
-    """A user's class that is given."""
+    """A given user's class."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.epoch = scheduler, 0
@@ -221,7 +221,7 @@ def test_an_object_that_has_it_and_does_not_store_it(settings: dict[str, Any]) -
     assert text.startswith("StepLR sets the learning rate")
 
 
-def test_a_composed_optimizer_whose_members_alone_were_given(settings: dict[str, Any]) -> None:
+def test_a_composed_optimizer_with_its_members_alone_given(settings: dict[str, Any]) -> None:
     """A composed scheduler has its own count until the next member; a chain has no state of its
     own."""
     for path, kind, said_of in ((1, lr.SequentialLR, ["SequentialLR"]), (2, None, [])):
@@ -235,7 +235,7 @@ def test_a_composed_optimizer_whose_members_alone_were_given(settings: dict[str,
         assert whole
 
 
-def test_a_scheduler_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
+def test_a_scheduler_of_a_wrapped_optimizer(settings: dict[str, Any]) -> None:
     """The given wrapper has the groups of the optimizer that the scheduler was made for."""
 
     class Wrapper(torch.optim.SGD):
@@ -384,8 +384,8 @@ def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[st
     seeded = kind(range(8), generator=torch.Generator())
     every = {"data": data, "seeded": seeded, "wrapped": tierckpt.ResumableLoader(data)}
     list(held_out)
-    begun = iter(every[given[0] if given else "data"])
-    next(begun)
+    started = iter(every[given[0] if given else "data"])
+    next(started)
     ours = {"extra_per_rank": {name: every[name] for name in given}}
     with attached(model, opt, **ours, **settings) as (ckpt, said):
         train(model, opt.step, ckpt)
@@ -423,7 +423,7 @@ def test_nothing_is_no_object(settings: dict[str, Any]) -> None:
     assert said == []
 
 
-def test_an_optimizer_whose_groups_never_stop_changing(
+def test_an_optimizer_with_groups_that_never_stop_changing(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is not repeated without end, as it takes a while."""
@@ -453,7 +453,7 @@ def test_an_object_that_cannot_be_inspected_costs_no_checkpoint(
     )
 
 
-def test_an_object_that_is_half_gone_does_not_end_the_search(
+def test_a_half_gone_object_does_not_end_the_search(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As other threads leave them for a moment: one without its attributes, and any other error."""
@@ -499,7 +499,7 @@ def test_a_checkpointer_by_hand_in_a_framework(package: str, settings: dict[str,
         in text
     )
     settings["path"] = settings["path"].with_name("d")
-    with attached(model, opt, **settings) as (ckpt, said):  # a loop that is not theirs
+    with attached(model, opt, **settings) as (ckpt, said):  # a loop, not theirs
         framework._optimizers = []
         train(model, opt.step, ckpt)
     assert [each.split()[0] for each in said] == ["StepLR"]

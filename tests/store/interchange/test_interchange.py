@@ -93,7 +93,7 @@ def start(path: Path, **settings: Any) -> TinyJob:
 
 
 @pytest.mark.parametrize("save", [to_torch, to_wrapped, to_dcp, to_dcp_app])
-def test_a_job_goes_on_from_another_tools_file(
+def test_a_job_continues_from_another_tools_file(
     save: Callable[[TinyJob, Path], Path], trained: TinyJob, tmp_path: Path
 ) -> None:
     source = save(trained, tmp_path / "source")
@@ -255,7 +255,7 @@ def run(path: str) -> None:
 
 
 class Malicious:
-    """An object whose pickle makes a file or a folder."""
+    """An object with a pickle that makes a file or a folder."""
 
     def __init__(self, path: Path, act: Callable[[str], None]) -> None:
         self.path, self.act = path, act

@@ -102,7 +102,7 @@ def test_objects_in_a_folder_of_dcp(tmp_path: Path, command: Callable[..., str])
 
 
 class Malicious:
-    """An object whose pickle makes a folder."""
+    """An object with a pickle that makes a folder."""
 
     def __init__(self, path: Path, act: Callable[[str], None]) -> None:
         self.path, self.act = path, act

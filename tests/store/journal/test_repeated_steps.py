@@ -50,7 +50,7 @@ VARIANTS = [
 
 
 class Loop:
-    """A training whose iterations depend on nothing but its state."""
+    """A training with iterations that depend on its state alone."""
 
     def __init__(self, make: Make) -> None:
         seed_everything(0)
@@ -250,8 +250,7 @@ def test_old_files_go_with_the_versions(tmp_path: Path, shm_dir: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_ends_no_process(tmp_path: Path, shm_dir: Path) -> None:
-    """Its end is gone after it was mapped: without care that is SIGBUS, as with a disk that
-    fails."""
+    """Its end is gone after it was mapped: without care a SIGBUS, as with a disk that fails."""
     loop = Loop(functools.partial(optim.Adam, lr=0.01))
     ckpt = attach(loop, tmp_path / "job", shm_dir)
     train(loop, ckpt, STEPS)
@@ -311,7 +310,7 @@ def test_steps_after_going_back_count_instead_of_newer_versions(
 
 
 def test_loaded_parts_do_not_end_the_journal(tmp_path: Path, shm_dir: Path) -> None:
-    """No steps lead to them: the journal begins again, with a version of them."""
+    """No steps lead to them: the journal starts again, with a version of them."""
     adam, path = functools.partial(optim.Adam, lr=0.01), tmp_path / "ckpts"
     source = Loop(adam)
     with attach(source, tmp_path / "source", shm_dir) as ckpt:
@@ -369,7 +368,7 @@ def test_a_state_that_steps_do_not_lead_to_is_not_made_up(
     (error,) = [event.message for event in events if event.severity >= logging.ERROR]
     why = f"v{STEPS}: parameters or optimizer state differ from the killed run's"
     assert restored.unrepeated == f"rank 0: {why}"
-    assert f"{restored.unrepeated}. The job goes on from v{STEPS - 1}, which is exact" in error
+    assert f"{restored.unrepeated}. The job continues from v{STEPS - 1}, which is exact" in error
     again.abandon()
 
 

@@ -174,9 +174,7 @@ def test_hooks_are_called_as_by_lightnings_own_saves(fit: Fit, path: Path) -> No
     assert torch.equal(module.got["state_dict"]["bias"], file["state_dict"]["bias"])
 
 
-def test_a_hook_whose_state_comes_later_costs_versions_and_not_the_job(
-    fit: Fit, said: list[str]
-) -> None:
+def test_a_hook_with_later_state_costs_versions_and_not_the_job(fit: Fit, said: list[str]) -> None:
     best = Best()
     best.on_train_start = lambda *_: None  # type: ignore[method-assign]
     best.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
@@ -227,7 +225,7 @@ def test_pruning_in_the_middle_of_the_training_is_refused(fit: Fit) -> None:
         fit(pl.callbacks.ModelPruning("l1_unstructured"))
 
 
-def test_a_model_that_was_pruned_before_goes_on(fit: Fit) -> None:
+def test_a_model_pruned_before_continues(fit: Fit) -> None:
     """As the refusal advises."""
 
     def pruned() -> Any:
@@ -256,7 +254,7 @@ def test_other_names_of_parameters_are_warned_of(
     assert "Make the change before the checkpointer" in text
 
 
-def test_an_epochs_start_that_is_left_out_is_named(fit: Fit, said: list[str]) -> None:
+def test_an_epochs_omitted_start_is_named(fit: Fit, said: list[str]) -> None:
     class Counting(pl.Callback):  # type: ignore[misc,name-defined]
         epochs = 0
 

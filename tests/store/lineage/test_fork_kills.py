@@ -1,4 +1,4 @@
-"""SIGKILL on the way of a fork: the next start begins from the same version, or goes on from its
+"""SIGKILL on the way of a fork: the next run starts from the same version, or continues from its
 own; the source keeps the version as long as it is needed, and not for ever."""
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def test_a_killed_fork_is_nothing_or_whole(point: str, tmp_path: Path, shm_dir: 
     rules = {"rules": point, "marks": marks}
     assert run_in_child(_fork, str(tmp_path / "b"), settings, **rules) == -9
     assert len(fired(marks)) == 1
-    begun = [*(tmp_path / "b").glob("fork.json")]
+    started = [*(tmp_path / "b").glob("fork.json")]
     with TinyJob(tmp_path / "source", **places) as job:
         job.restore()
         job.run(STEPS + 2)
-    if not begun:  # the source is free, and its newest version is another one now
+    if not started:  # the source is free, and its newest version is another one now
         settings["fork_from"] += f"@{STEPS}"
     with TinyJob(tmp_path / "b", seed=8, **settings) as job:
         if job.restore() == STEPS:

@@ -47,7 +47,7 @@ def places(tmp_path: Path, shm_dir: Path) -> Places:
     return Places(tmp_path, shm_dir)
 
 
-def test_a_fork_begins_exactly_there_and_restarts_take_its_own_versions(places: Places) -> None:
+def test_a_fork_starts_exactly_there_and_restarts_take_its_own_versions(places: Places) -> None:
     state = places.train("a")
     setting = {"fork_from": f"{places['a']}@v{STEPS}"}
     with places.job("b", **setting) as job:
@@ -79,11 +79,11 @@ def test_no_step_waits_for_a_source_that_hangs(
 ) -> None:
     """The hold ends when the source answers; here not before the training has ended."""
     places.train("a")
-    came, go_on, release = threading.Event(), threading.Event(), ForkMarks.release
+    came, resume, release = threading.Event(), threading.Event(), ForkMarks.release
 
     def hang(self: ForkMarks, *mark: Any) -> bool:
         came.set()
-        assert go_on.wait(60)
+        assert resume.wait(60)
         return release(self, *mark)
 
     monkeypatch.setattr(ForkMarks, "release", hang)
@@ -94,7 +94,7 @@ def test_no_step_waits_for_a_source_that_hangs(
             came.wait(0.05)
         job.run(job.iteration + 5)
         assert places.marks("a") == ["hold"]
-        go_on.set()
+        resume.set()
     assert places.marks("a") == ["fork"]
 
 
@@ -347,14 +347,14 @@ def damage(folder: str, version: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_source_that_is_gone_or_damaged_is_refused_with_a_remedy_that_works(
+def test_a_lost_or_damaged_source_is_refused_with_a_remedy_that_works(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierckpt.storage.notes.os.link", no_link)
     places.train("a")
     with places.job("b") as job:
         with pytest.raises(
-            RestoreError, match=r"nothing to begin from: .* not a directory.*number"
+            RestoreError, match=r"nothing to start from: .* not a directory.*number"
         ):
             job.checkpointer.restore(fork_from=f"{places['a']}@latest")
         assert job.checkpointer.restore(fork_from=places["a"]) == STEPS
@@ -384,7 +384,7 @@ def test_the_command_orders_a_fork_and_takes_the_order_back(
     assert [main(order), main(order)] == [0, 0], "twice is once"
     assert places.marks("a") == ["hold"]
     assert main(["list", places["b"]]) == 0
-    assert f"the next start begins from {places['a']}@v{STEPS}" in capsys.readouterr().out
+    assert f"the next run starts from {places['a']}@v{STEPS}" in capsys.readouterr().out
     assert main(["list", places["a"]]) == 0
     assert f"held for the fork {places['b']}" in capsys.readouterr().out
     assert main(["fork", "--cancel", places["b"]]) == 0

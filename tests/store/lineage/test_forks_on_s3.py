@@ -92,7 +92,7 @@ def test_the_command_orders_a_fork_between_stores(
     assert (places.marks("a"), places.marks("b")) == ([], [])
     assert main(order) == 0
     assert main(["list", places.far("b")]) == 0
-    assert f"the next start begins from {places.far('a')}@v{STEPS}" in capsys.readouterr().out
+    assert f"the next run starts from {places.far('a')}@v{STEPS}" in capsys.readouterr().out
     with places.job("b", seed=9) as job:
         assert job.restore() == STEPS
         assert job.fingerprint() == state

@@ -181,13 +181,13 @@ def test_a_run_that_took_its_last_version_once_more_is_one_run(
 def test_many_restarts_are_a_list_and_their_facts_are_shown_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not a line that is indented 600 times, which neither people nor JSON could read."""
+    """Not a line indented 600 times, which neither people nor JSON could read."""
     monkeypatch.setattr("os.fsync", lambda fd: None)
     records = RunRecords(tmp_path)
     for n in range(1, 601):
-        began = VersionId(n - 1, n - 1) if n > 1 else None
+        started = VersionId(n - 1, n - 1) if n > 1 else None
         facts = {"host": "n1", "git": "ab" * 20, "launcher": "torchrun x"}
-        record = RunRecord(f"{n:016x}", n, began, started_seconds=float(n), **facts)
+        record = RunRecord(f"{n:016x}", n, started, started_seconds=float(n), **facts)
         records.add(record)
         records.add_end(record, RunEnd(record.run_id, n + 0.5, "the training's end", version=n))
     assert len([*(tmp_path / "runs").iterdir()]) == 2 * 512, "the newest 512, with their ends"

@@ -65,15 +65,15 @@ def test_names_are_mapped_and_the_rest_is_in_the_report(
 ) -> None:
     model, ckpt, optimizer = new(tmp_path / "new", shm_dir, classes=5)
     head = raw_bytes(model.head.weight)
-    begun = ckpt.restore(
+    started = ckpt.restore(
         fork_from=tmp_path / "source",
         only="model",
         map={"backbone.*": "encoder.*"},
         strict=False,
     )
-    report = begun.partial
+    report = started.partial
     assert report is not None
-    assert (int(begun), ckpt.version) == (0, 0)
+    assert (int(started), ckpt.version) == (0, 0)
     assert report.other_shape == [
         "head.weight is float32[3, 8] in the source, head.weight is float32[5, 8] here",
         "head.bias is float32[3] in the source, head.bias is float32[5] here",

@@ -77,12 +77,12 @@ def test_versions_go_from_all_levels_and_the_rest_is_restored(
         assert job.restore() == 2
 
 
-def test_all_goes_and_a_start_begins_from_nothing(
+def test_all_goes_and_the_next_run_starts_from_nothing(
     capsys: pytest.CaptureFixture[str], shm_dir: Path, tmp_path: Path
 ) -> None:
     assert main(["rollback", "ckpts", "2"]) == 0
     delete("--all", "--yes")
-    assert "the next start begins from nothing" in capsys.readouterr().out
+    assert "the next run starts from nothing" in capsys.readouterr().out
     assert there() == set()
     assert in_shm(shm_dir) == []
     assert versions_on_disk(tmp_path / "ckpts") == []
@@ -118,7 +118,7 @@ def test_a_persistent_place_in_use(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("holder", ["a pin", "a fork"])
-def test_a_version_that_is_kept(holder: str, refused: list[str], tmp_path: Path) -> None:
+def test_a_kept_version(holder: str, refused: list[str], tmp_path: Path) -> None:
     if holder == "a pin":
         assert main(["pin", "ckpts", "2"]) == 0
         refused += ["v2 is pinned", "tierckpt unpin ckpts 2 ends that"]

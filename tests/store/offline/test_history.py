@@ -105,7 +105,7 @@ def test_names_and_versions_are_chosen(tmp_path: Path) -> None:
     last.close()
 
 
-def test_a_name_that_is_not_there_is_reported_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_name_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     made(tmp_path)
     path = tmp_path / "ckpts"
     for saved in tierckpt.history(path, names="head.*", last=1):
@@ -280,7 +280,7 @@ def test_tensors_come_in_the_callers_hands_one_version_at_a_time(tmp_path: Path)
 def test_a_block_that_two_tensors_share_may_be_dropped_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last block of the large tensor is kept when its fetch begins, and not at its end."""
+    """The last block of the large tensor is kept when its fetch starts, and not at its end."""
     monkeypatch.setattr(stored_version, "KEPT_BLOCKS", 2)
     course = made(tmp_path, **far(tmp_path, persistent_codecs="zstd"))
     (saved,) = tierckpt.history(tmp_path / "shared", first=STEPS)
@@ -323,7 +323,7 @@ def test_another_copy_is_read_instead_of_a_damaged_one(tmp_path: Path) -> None:
         assert saved.levels == ({"persistent": 1} if saved.version == 3 else {"local": 1})
 
 
-def test_a_version_that_is_retired_in_the_meantime_is_skipped(tmp_path: Path) -> None:
+def test_a_version_retired_in_the_meantime_is_skipped(tmp_path: Path) -> None:
     made(tmp_path)
     store, seen = LocalStore(tmp_path / "ckpts"), []
     for saved in tierckpt.history(tmp_path / "ckpts", names="head.*"):

@@ -176,7 +176,7 @@ def test_list_has_a_line_for_each_job(above: Path, capsys: pytest.CaptureFixture
     ]
 
 
-def test_log_has_a_tree_for_each_job_that_is_no_fork_of_another(
+def test_log_has_a_tree_for_each_job_but_no_fork_of_another(
     above: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(above / "a fork", 6, fork_from=str(above / "b"))

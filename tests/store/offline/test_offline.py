@@ -183,7 +183,7 @@ class Layers(Tied):
 
 
 class Speaking(Tied):
-    """The state also has an entry that is not a tensor."""
+    """The state also has an entry, not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"words": 9}
@@ -259,7 +259,7 @@ def test_an_agent_that_lingers_is_no_living_job(
         assert f"v{STEPS}, from memory" in capsys.readouterr().out
 
 
-def test_a_version_that_is_retired_while_it_is_read_is_not_returned(
+def test_a_version_retired_while_it_is_read_is_not_returned(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job() as ended:

@@ -1,4 +1,4 @@
-"""`tierckpt prove` on a script that is exact, and on scripts that are inexact in one way each.
+"""`tierckpt prove` on an exact script, and on scripts inexact in one way each.
 
 The runs are separate processes and are killed as such; they come from the fork server, which has
 imported torch already.

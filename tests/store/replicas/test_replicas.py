@@ -424,7 +424,7 @@ def test_a_learning_rate_of_zero_is_no_warning(
     assert [e.severity for e in events if "equal bit for bit" in e.message] == severities
 
 
-def test_one_layer_that_is_frozen_is_nothing(ranks: Ranks) -> None:
+def test_one_frozen_layer_is_nothing(ranks: Ranks) -> None:
     def train(rank: Rank) -> list[str]:
         rank.net[0].requires_grad_(False)
         rank.train(8)
@@ -560,7 +560,7 @@ def stopped(rank: Rank, at: int = 1) -> int:
     return int(clean.split()[0]) if clean else -1
 
 
-def test_a_job_that_stopped_resumes_from_a_version_that_is_not_suspect(ranks: Ranks) -> None:
+def test_a_job_that_stopped_resumes_from_a_version_not_suspect(ranks: Ranks) -> None:
     clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), on_drift="stop")
 
     def again(rank: Rank, version: int | None = None) -> tuple[Any, ...]:

@@ -87,8 +87,8 @@ def example() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def jobs(example: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`job`, as in the example: it lost some steps and went on; and `<other>`, a fork of it without
-    events and without a trace."""
+    """`job`, as in the example: it lost some steps and continued; and `<other>`, a fork of it
+    without events and without a trace."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "memory").mkdir()
     places: dict[str, Any] = {"shm_dir": str(folder / "memory"), "local_keep_last": 10_000}

@@ -50,7 +50,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def prints(tmp_path: Path, settings: dict[str, Any]) -> dict[int, str]:
-    """Versions 2 and 3 on disk and in memory, left by a job whose process died."""
+    """Versions 2 and 3 on disk and in memory, left by a job of a dead process."""
     found: dict[int, str] = {}
 
     def note(job: TinyJob) -> None:
@@ -107,14 +107,14 @@ def test_values_filled_from_a_damaged_version_are_not_taken_for_the_next(
     content[-1] ^= 1
     file.write_bytes(content)
     filled: list[dict[int, int]] = []
-    """The time when each attempt begins, by the attempt before it."""
-    begin = TensorPreallocator.begin
+    """The time when each attempt starts, by the attempt before it."""
+    start = TensorPreallocator.start
 
     def note(new: TensorPreallocator, wanted: bool) -> None:
         filled.append(dict(new._filled))
-        begin(new, wanted)
+        start(new, wanted)
 
-    monkeypatch.setattr(TensorPreallocator, "begin", note)
+    monkeypatch.setattr(TensorPreallocator, "start", note)
     come = come_back(tmp_path / "ckpts", settings)
     assert come == (STEPS - 1, {"local": 1}, prints[STEPS - 1])
     assert filled[1][0] > 0, "of the damaged one"

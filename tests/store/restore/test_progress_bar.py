@@ -63,7 +63,7 @@ def test_a_restore_shows_how_far_it_is(asked: bool | None, restored_with: Any) -
     assert re.search(rf"loading v{LAST} .*{nbytes / 1000:.1f}/{nbytes / 1000:.1f} kB", text), text
 
 
-def test_a_restore_that_is_to_show_none_shows_none(restored_with: Any) -> None:
+def test_a_restore_without_a_bar_shows_none(restored_with: Any) -> None:
     text, _ = restored_with(False)
     assert text == ""
     assert Impatient.reached == {}

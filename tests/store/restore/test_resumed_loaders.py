@@ -150,7 +150,7 @@ def test_losses_continue_as_if_nothing_had_happened(
 ) -> None:
     undisturbed = Script(1, None)
     undisturbed.run(-1)
-    # Without step(), a step becomes a version when the next one begins.
+    # Without step(), a step becomes a version when the next one starts.
     boundary = {"boundary": "explicit" if explicit else "forward", "agent": "inline", **settings}
     first = Script(1, path, **boundary)
     assert first.ckpt is not None

@@ -1,6 +1,6 @@
 """Memory of tensors that moves or is freed between boundary and step.
 
-The version is exact, or refused in words, and nothing reads freed memory, wherever the copy is.
+The version is exact, or refused with a text, and nothing reads freed memory, wherever the copy is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 SIZE = 512
 """A weight of 1 MiB: malloc returns its memory to the system when it is freed."""
 AT = 3
-"""The step after whose boundary memory moves."""
+"""The step with a move of memory after its boundary."""
 
 
 def model_of() -> torch.nn.Sequential:
@@ -291,11 +291,11 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         assert torch.equal(model.weight, wanted)
 
 
-def test_a_failure_that_is_known_after_the_vote_is_reported_as_void(
+def test_a_failure_known_after_the_vote_is_reported_as_void(
     path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `when_busy="wait"` ranks vote again if votes lag: the other ranks hear of the failure in
-    these votes only."""
+    """With `when_busy="wait"` ranks vote again if votes lag: the other ranks learn of the failure
+    from these votes only."""
     tell, wait, late = Agreement.tell, SlotHandoff.wait, list[Any]()
 
     def tell_late(self: Agreement, *told: Any) -> None:

@@ -125,12 +125,12 @@ def test_killed_in_a_native_copy_it_resumes_bit_for_bit(
 def test_a_slot_stays_mapped_and_is_not_given_back_while_the_engine_writes(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, inside, go_on = copy_engine.find(), threading.Event(), threading.Event()
+    engine, inside, resume = copy_engine.find(), threading.Event(), threading.Event()
     assert engine is not None
 
     def hold(_address: int, _nbytes: int) -> int:
         inside.set()
-        go_on.wait(60.0)
+        resume.wait(60.0)
         return 0
 
     kept = Hash(hold)
@@ -146,7 +146,7 @@ def test_a_slot_stays_mapped_and_is_not_given_back_while_the_engine_writes(
             assert taken.slot is not None
             with pytest.raises(BufferError):
                 taken.slot._map.close()
-            go_on.set()
+            resume.set()
             assert taken.wait_done(60.0)
         job.run(STEPS)
     assert {event.version for event in job.heard("failed")} == {1}

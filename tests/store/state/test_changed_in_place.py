@@ -448,7 +448,7 @@ def test_state_of_no_parameter_and_keys_that_are_no_text_go_when_they_were_not_t
         assert job.failures() == []
 
 
-def test_state_that_is_no_dict_is_refused() -> None:
+def test_state_but_no_dict_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] = torch.ones(2)  # type: ignore[assignment]

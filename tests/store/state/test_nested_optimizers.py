@@ -427,7 +427,7 @@ def test_boundaries_without_a_step_of_the_given_optimizer_are_an_error(
         assert ckpt.version == 1
 
 
-def test_one_of_several_that_is_stepped_by_another_is_named(path: Path, settings: Any) -> None:
+def test_one_of_several_stepped_by_another_is_named(path: Path, settings: Any) -> None:
     def make(model: Any) -> Any:
         return {"first": sgd(model[0]), "second": sgd(model[2])}
 

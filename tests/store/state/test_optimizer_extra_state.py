@@ -557,7 +557,7 @@ def _named(kind: type, name: str) -> Any:
 # --- values in no state_dict() -------------------------------------------------------------------
 
 
-def test_a_counter_that_is_saved_nowhere_is_reported_and_the_hooks_cure_it(
+def test_a_counter_saved_nowhere_is_reported_and_the_hooks_cure_it(
     path: Path, settings: Any
 ) -> None:
     class Counting(torch.optim.SGD):
@@ -609,10 +609,10 @@ def test_an_optimizer_without_extra_state_is_not_asked(
 
     monkeypatch.setattr("tierckpt.state.optimizer_state.FEW", 3)
     with Job(Same, path, settings) as job:
-        begun = len(asked)
+        started = len(asked)
         job.run(33)
-        assert begun >= 1
-        assert len(asked) - begun <= 8, "at the first, and after 1, 2, 4, 8, 16, 32 more"
+        assert started >= 1
+        assert len(asked) - started <= 8, "at the first, and after 1, 2, 4, 8, 16, 32 more"
 
     def plainly(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters())

@@ -85,7 +85,7 @@ def test_a_helper_can_be_asked_again_and_left_while_it_hangs(
     assert answers.silent([dead], 60.0) == []
 
 
-def test_a_restart_goes_on_without_a_level_that_hangs(
+def test_a_restart_continues_without_a_hanging_level(
     path: Path, settings: dict[str, Any], tmp_path: Path, course: dict[int, str], hang: Hang
 ) -> None:
     far = tmp_path / "far"
@@ -102,7 +102,7 @@ def test_a_restart_goes_on_without_a_level_that_hangs(
         job.run(STEPS + 1)
 
 
-def test_but_begins_nothing_afresh(
+def test_but_starts_nothing_afresh(
     path: Path, settings: dict[str, Any], tmp_path: Path, hang: Hang
 ) -> None:
     hang(tmp_path / "far")
@@ -142,7 +142,7 @@ def test_a_start_waits_for_its_directory_and_not_for_events(
     assert f"no events or traces are written to {events}, which does not answer" in said
 
 
-def test_commands_name_the_place_and_go_on(
+def test_commands_name_the_place_and_continue(
     path: Path,
     settings: dict[str, Any],
     tmp_path: Path,

@@ -63,7 +63,7 @@ def start(tmp_path: Path, shm_dir: Path) -> Any:
     return start
 
 
-def test_a_bucket_that_is_not_there_is_an_error_until_it_is_made(
+def test_a_missing_bucket_is_an_error_until_it_is_made(
     gone: Bucket,
     endpoint: str,
     start: Any,

@@ -169,7 +169,7 @@ def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
 def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
     tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow file system: a claim whose job died meanwhile blocks nobody."""
+    """A slow file system: a claim of a dead job blocks no other."""
     other = living()
     look, monotonic, sleep = DirectoryClaim._others, time.monotonic, time.sleep
     late = [0.0]
@@ -188,7 +188,7 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
     assert mine().stake() == ""
 
 
-def test_one_that_is_just_dying_is_waited_for(
+def test_a_dying_one_is_waited_for(
     tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, naps, sleep = living(), [], time.sleep
@@ -204,7 +204,7 @@ def test_one_that_is_just_dying_is_waited_for(
     assert len(naps) == 1
 
 
-# --- whose past it is ----------------------------------------------------------------------------
+# --- the owner of a past -------------------------------------------------------------------------
 
 SLURM = "cluster/1000/7"
 
@@ -510,10 +510,10 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
     assert marks(path) == []
 
 
-def test_a_launcher_whose_job_was_refused_does_not_start_it_again(
+def test_a_launcher_of_a_refused_job_does_not_start_it_again(
     tmp_path: Path, mine: Any, living: Any
 ) -> None:
-    """It would find the path free, and go on from the end of another training."""
+    """It would find the path free, and continue from the end of another training."""
     launcher = {"starters": ("this start", "torchrun")}
     refused = mine(token="22cc", **launcher)
     refused.leave_refused(60)

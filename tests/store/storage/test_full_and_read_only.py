@@ -31,14 +31,14 @@ def course() -> dict[int, str]:
     return {step: job.run(step).fingerprint() for step in range(1, 4 * STEPS + 1)}
 
 
-def check_went_on(job: TinyJob, course: dict[int, str], reason: str) -> int:
+def check_continued(job: TinyJob, course: dict[int, str], reason: str) -> int:
     """The last steps were made, and the errors say why and since when the level is behind."""
     job.settle()
     assert job.fingerprint() == course[job.iteration]
     failures = job.heard("failed", "local")
     assert failures
     assert all(reason in e.message for e in failures)
-    assert all("training goes on" in e.message for e in failures)
+    assert all("training continues" in e.message for e in failures)
     assert not job.heard("failed", "memory")
     committed = [e.version for e in job.heard("committed", "local")]
     assert failures[-1].behind_since == max(committed)
@@ -73,7 +73,7 @@ def test_a_full_disk(
         job.settle()
         fill_up(filler)
         job.run(2 * STEPS)
-        committed = check_went_on(job, course, "No space left on device")
+        committed = check_continued(job, course, "No space left on device")
         assert not list(path.glob(".*tmp")), "what was begun is removed: the disk is full"
         for file in (filler, small_tmpfs / "one more"):
             file.unlink()
@@ -97,7 +97,7 @@ def test_a_disk_that_turns_read_only(
         job.settle()
         with read_only(small_tmpfs):
             job.run(2 * STEPS)
-            committed = check_went_on(job, course, "Read-only file system")
+            committed = check_continued(job, course, "Read-only file system")
         check_recovered(job, course, committed)
     check_restores(path, shm_dir / "elsewhere", 3 * STEPS, course)
 
@@ -126,7 +126,7 @@ def test_a_path_through_a_file(
     check_restores(path, shm_dir / "elsewhere", 2 * STEPS, course)
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path: Path, settings: Any) -> None:
+def test_a_file_as_path_is_refused(tmp_path: Path, settings: Any) -> None:
     path = tmp_path / "file"
     path.write_text("somebody's")
     with pytest.raises(ConfigError, match=f"path: {path} is a file"):
@@ -134,7 +134,7 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path, settings: Any) -> None
     assert path.read_text() == "somebody's"
 
 
-def test_a_directory_that_is_removed_under_the_job_is_made_again(
+def test_a_directory_removed_under_the_job_is_made_again(
     tmp_path: Path, shm_dir: Path, settings: Any, course: dict[int, str]
 ) -> None:
     path = tmp_path / "ckpts"
@@ -200,7 +200,7 @@ def test_no_place_for_events_costs_their_file_and_not_the_job(
     assert "File exists" in said.message
 
 
-def test_a_memory_folder_that_is_not_there_is_named_with_a_way_out(tmp_path: Path) -> None:
+def test_a_missing_memory_folder_is_named_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no/such/tierckpt-\d+: .*No such file.*shm_dir must be"):
         TinyJob(tmp_path / "c", shm_dir=str(tmp_path / "no" / "such"))
 

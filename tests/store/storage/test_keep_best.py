@@ -116,7 +116,7 @@ def test_the_best_stay_on_the_persistent_level(
 
 
 def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Path) -> None:
-    """The next step clears it; a value that is not a number is left out."""
+    """The next step clears it; a value but no number is left out."""
     with job(local_keep_every=1) as first:
         train(first, 2)
         first.run(3)

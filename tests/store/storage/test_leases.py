@@ -253,10 +253,10 @@ def test_a_lease_is_kept_from_a_thread_until_it_is_lost(tmp_path: Path) -> None:
         keeper.close()
 
 
-def test_only_the_member_that_begins_takes_the_first_lease(tmp_path: Path) -> None:
+def test_only_the_member_that_creates_takes_the_first_lease(tmp_path: Path) -> None:
     clock = FakeClock()
     first = lease(tmp_path, "1111", clock)
-    second = made(tmp_path).lease("1111", "job of 1111", clock, begins=False)
+    second = made(tmp_path).lease("1111", "job of 1111", clock, creates=False)
     with pytest.raises(FileNotFoundError, match="is it mounted"):
         second.ensure()
     assert list(tmp_path.iterdir()) == []
@@ -280,14 +280,14 @@ def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock
         lease(tmp_path, "2222", clock),
     )
     dead.ensure()
-    begin = clock.seconds
+    start = clock.seconds
     while True:
         try:
             waiting.ensure()
             break
         except LeaseHeldError:
             clock.seconds += 5
-    assert clock.seconds - begin == LEASE_SECONDS
+    assert clock.seconds - start == LEASE_SECONDS
     assert waiting.held()
 
 
@@ -309,7 +309,7 @@ def test_a_living_holder_keeps_the_place_whatever_the_clocks(
         assert holder.held()
 
 
-def test_a_holder_whose_clock_jumps_keeps_renewing(tmp_path: Path) -> None:
+def test_a_holder_with_a_jumping_clock_keeps_renewing(tmp_path: Path) -> None:
     clock, others = FakeClock(), FakeClock()
     holder, waiting = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", others)
     for wrong_seconds in (0.0, -DAY_SECONDS, DAY_SECONDS):

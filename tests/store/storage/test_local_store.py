@@ -91,7 +91,7 @@ def wait_for_the_stop(process: subprocess.Popen[str], marks: Path) -> None:
 def test_a_version_that_a_living_writer_is_writing_is_not_started_by_another(
     spare: bool, phase: str, tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent whose disk hangs is passed over, and its successor is given the same slot. Each
+    """An agent with a hanging disk is passed over, and its successor is given the same slot. Each
     would rename or remove the other's files, and a manifest would stand for other bytes."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:
@@ -142,7 +142,7 @@ def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
     assert is_sound(store, key_of(8))
 
 
-def test_memory_that_is_not_aligned_is_written_nevertheless(tmp_path: Path) -> None:
+def test_unaligned_memory_is_written_nevertheless(tmp_path: Path) -> None:
     """Direct I/O refuses it; the page cache does not."""
     store = made(tmp_path)
     shifted = memoryview(bytearray(b"x" + content_of(key_of(1))))[1:]

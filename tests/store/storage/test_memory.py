@@ -23,7 +23,7 @@ WIDTH, LAYERS = 512, 20
 STATE_BYTES = 3 * 4 * (LAYERS * WIDTH * (WIDTH + 1) + WIDTH * (12 + 1) + 4 * (WIDTH + 1))
 """63 MB: parameters and Adam's two moments."""
 ALLOWANCE_BYTES = 40_000_000
-"""Code that is touched for the first time, threads' stacks, seal areas, Python's objects: 8 to 11
+"""Code touched for the first time, threads' stacks, seal areas, Python's objects: 8 to 11
 MB were measured, 28 once on a busy machine; a slot more, or a copy, would be 63."""
 RESTART_BYTES = 30_000_000
 """Besides the fetched shards: windows and code. Memory for all optimizer state would be 42 MB
@@ -218,7 +218,7 @@ def no_room(*args: Any) -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_plain_sgd_is_never_in_memory_twice(full: bool, tmp_path: Path, shm_dir: Path) -> None:
     """The live state stays until all fetched shards are sound, and nothing is fetched twice. So
-    they are spilled to the local disk, or kept in memory if that is full."""
+    they are spilled to the local disk, or kept in memory if the disk is full."""
     report, path, settings = far_away(tmp_path, shm_dir)
     assert run_in_child(leave_plain_far_away, path, settings) == 0
     shutil.rmtree(path)

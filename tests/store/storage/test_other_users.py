@@ -31,7 +31,7 @@ KILLED = 3
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory of the group, whose new files are the group's, too."""
+    """A directory of the group; its new files are the group's, too."""
     with tempfile.TemporaryDirectory() as made:
         os.chmod(made, 0o755)
         folder = Path(made, "shared")
@@ -64,13 +64,13 @@ def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: b
         warm.run(1)  # imports everything first: another user may not read the modules
     become(user, umask)
     job = TinyJob(place / "made" / "ckpts", shm_dir=str(memory), agent="inline")
-    begun = int(job.restore())
+    started = int(job.restore())
     job.run(until)
     job.settle()
     wrong = [f"{e.name}: {e.message}" for e in job.events if e.name in ("failed", "rejected")]
     hidden = [e for e in job.heard("notice") if "which this user cannot read" in e.message]
     told = {
-        "begun": begun,
+        "begun": started,
         "committed": len(job.heard("committed", "local")),
         "wrong": wrong,
         "hidden": [

@@ -82,9 +82,9 @@ class TestSharedFiles(PersistentConformance):
 
     def check_files(self, directory: Path, key: ShardKey) -> None:
         content = content_of(key)
-        begin = SharedPlaces(1, len(content)).image_offset(0)
+        start = SharedPlaces(1, len(content)).image_offset(0)
         data = self.data_file(directory, key).read_bytes()
-        assert data[begin : begin + len(content)] == content
+        assert data[start : start + len(content)] == content
 
 
 class TestOwnFiles(PersistentConformance):

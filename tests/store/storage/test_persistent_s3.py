@@ -205,7 +205,7 @@ def kill_servers(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("endpoint")
-def test_a_flush_survives_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_a_flush_survives_a_killed_server_that_comes_back(tmp_path: Path) -> None:
     served, said, once = tmp_path / "served", list[str](), threading.Lock()
     (served / "bucket").mkdir(parents=True)
     with contextlib.ExitStack() as servers:
@@ -252,7 +252,7 @@ def test_an_error_in_the_middle_of_a_flush_names_the_remedy(
     store.close()
 
 
-def test_a_bucket_that_is_not_there_is_named(endpoint: str) -> None:
+def test_a_missing_bucket_is_named(endpoint: str) -> None:
     store = PersistentStore("s3://nobody-made-this/x", **s3_options(endpoint))
     with pytest.raises(PersistentError, match=r"no bucket 'nobody-made-this'.*create the bucket"):
         store.versions()  # otherwise a mistyped one would be a fresh start

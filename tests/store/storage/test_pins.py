@@ -87,7 +87,7 @@ def test_a_pinned_version_stays_on_both_levels_until_it_is_unpinned(
 
 
 def test_pin_waits_for_versions_in_progress(job: Any) -> None:
-    """A sealed version that is not on the persistent level yet is not lost from there."""
+    """A sealed version not on the persistent level yet is not lost from there."""
     with job(persistent_bytes_per_second=2_000_000) as first:
         first.run(2)
         first.checkpointer.save(now=True)
@@ -151,7 +151,7 @@ def test_all_nodes_are_marked_before_anybody_looks_on_the_persistent_level(
     assert order == ["marked", "marked", "looked"]
 
 
-def test_a_version_that_is_nowhere_cannot_be_pinned(job: Any) -> None:
+def test_a_version_found_nowhere_cannot_be_pinned(job: Any) -> None:
     with job() as first:
         first.run(2)
         with pytest.raises(PinError, match="cannot pin v77: there is no such version on any level"):
@@ -172,11 +172,11 @@ def test_a_level_that_hangs_is_named(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First while it is flushed to, then when it is to be marked there."""
-    hangs, go_on = threading.Event(), threading.Event()
+    hangs, resume = threading.Event(), threading.Event()
 
     def hang(*_: object) -> None:
         hangs.set()
-        go_on.wait(PATIENCE_SECONDS)
+        resume.wait(PATIENCE_SECONDS)
 
     monkeypatch.setattr(decisions, "QUIET_SECONDS", 0.5)
     with job() as first:
@@ -188,14 +188,14 @@ def test_a_level_that_hangs_is_named(
             assert hangs.wait(PATIENCE_SECONDS)
             with pytest.raises(PinError, match="nothing has moved to persistent for"):
                 first.checkpointer.pin(2)
-            go_on.set()
+            resume.set()
             first.checkpointer._agent.wait(PATIENCE_SECONDS, everything=True)
-        go_on.clear()
+        resume.clear()
         with monkeypatch.context() as patch:
             patch.setattr(PosixBackend, "sizes", hang)
             with pytest.raises(PinError, match=f"{tmp_path / 'shared'} has not answered for"):
                 first.checkpointer.pin(1)
-            go_on.set()
+            resume.set()
         first.checkpointer.abandon()
 
 

@@ -110,7 +110,7 @@ def test_a_slot_that_was_not_committed_keeps_its_file(pool: SlotPool) -> None:
     assert inode(image_of(fill(pool, 3))) == before
 
 
-def test_a_slot_whose_version_was_retired_keeps_its_file(pool: SlotPool, store: LocalStore) -> None:
+def test_a_slot_of_a_retired_version_keeps_its_file(pool: SlotPool, store: LocalStore) -> None:
     slot = fill(pool, 1)
     before = inode(image_of(slot))
     commit(store, slot, 1)
@@ -164,7 +164,7 @@ def test_files_that_go_round_are_mapped_once(
         assert store._data(key(version)).read_bytes() == bytes([version]) * IMAGE_BYTES
 
 
-def test_memory_of_a_file_that_is_no_more_is_given_back(
+def test_memory_of_a_removed_file_is_given_back(
     pool: SlotPool, store: LocalStore, small_tmpfs: Path
 ) -> None:
     """A mapping alone would keep it, and no list of files would show it."""
@@ -239,7 +239,7 @@ def test_a_commit_that_fails_leaves_the_slot_as_it_was(
     assert image_of(slot).read_bytes() == b"\1" * IMAGE_BYTES
 
 
-# --- memory that nobody has any more -------------------------------------------------------------
+# --- memory without an owner ---------------------------------------------------------------------
 
 
 def test_a_successor_takes_over_slots_and_their_files(

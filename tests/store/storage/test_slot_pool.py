@@ -1,4 +1,4 @@
-"""The pool never chooses a slot whose version is still needed."""
+"""The pool never chooses a slot of a version still needed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_slot_that_our_agent_reads_is_never_chosen(pool: SlotPool) -> None:
         pool.choose(set(), {name}, SEAL_BYTES, IMAGE_BYTES)
 
 
-def test_a_slot_that_is_being_filled_is_never_chosen(pool: SlotPool) -> None:
+def test_a_slot_being_filled_is_never_chosen(pool: SlotPool) -> None:
     first = pool.choose(set(), set(), SEAL_BYTES, IMAGE_BYTES)
     second = pool.choose(set(), set(), SEAL_BYTES, IMAGE_BYTES)
     assert first is not second
@@ -212,12 +212,12 @@ def test_room_is_promised_only_when_there_is_some(turns: list[tuple[str, bool]])
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot that is read is read for long."""
+    """Each slot read is read for long."""
     monkeypatch.setattr(slot_pool, "LATE_SECONDS", -1.0)
 
 
 @pytest.mark.usefixtures("late")
-def test_versions_go_on_in_one_more_slot_until_the_reader_is_done(
+def test_versions_continue_in_one_more_slot_until_the_reader_is_done(
     pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_pool, "KEPT_SECONDS", 0.0)
@@ -325,7 +325,7 @@ def test_without_room_the_slot_is_private_and_the_notice_says_how_much_is_missin
         pool.close(remove=True)
 
 
-def test_an_error_that_is_not_about_room_is_an_error(
+def test_an_error_not_about_room_is_an_error(
     pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

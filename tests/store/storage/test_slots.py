@@ -129,7 +129,7 @@ def test_files_that_are_no_slots_are_not_opened(job: JobDirectory, content: byte
     assert list(job.sealed()) == []
 
 
-def test_a_slot_that_is_gone_is_not_opened(job: JobDirectory) -> None:
+def test_a_removed_slot_is_not_opened(job: JobDirectory) -> None:
     assert Slot.open(job.slot_path(0, 9)) is None
     assert read_seal(job.slot_path(0, 9)) is None
 
@@ -165,7 +165,7 @@ def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
     unlock(slot.fd)
 
 
-# --- whose they are ------------------------------------------------------------------------------
+# --- their owners --------------------------------------------------------------------------------
 
 HOLD_RANK = (
     "import sys; from tierckpt.storage.job_directory import JobDirectory\n"
@@ -201,9 +201,7 @@ def test_a_rank_that_runs_in_another_process_is_busy(
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_a_path_that_is_no_file_is_no_lock_and_nobody_waits_for_it(
-    obstacle: str, job: JobDirectory
-) -> None:
+def test_a_path_but_no_file_is_no_lock_and_has_no_waiters(obstacle: str, job: JobDirectory) -> None:
     path = job.lock_path(0)
     OBSTACLES[obstacle](path)
     text = (
@@ -218,7 +216,7 @@ def test_a_path_that_is_no_file_is_no_lock_and_nobody_waits_for_it(
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_a_path_that_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
+def test_a_path_but_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
     path = job.slot_path(0, 0)
     OBSTACLES[obstacle](path)
     ((damaged, error),) = job.damaged()
@@ -251,9 +249,7 @@ def test_a_rank_that_was_killed_is_free_at_once(
     job.unlock_rank(job.lock_rank(0))
 
 
-def test_a_rank_that_is_just_dying_is_waited_for(
-    job: JobDirectory, living: subprocess.Popen[str]
-) -> None:
+def test_a_dying_rank_is_waited_for(job: JobDirectory, living: subprocess.Popen[str]) -> None:
     killer = python(
         "import sys, os, time; time.sleep(0.3); os.kill(int(sys.argv[1]), 9)", living.pid
     )
@@ -307,14 +303,14 @@ def other(shm_dir: Path) -> JobDirectory:
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`wait(seconds)` advances the clock that nobody can set."""
+    """`wait(seconds)` advances the clock that cannot be set."""
     passed = [0.0]
     monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e6 + passed[0])
 
-    def go_on(seconds: float) -> None:
+    def resume(seconds: float) -> None:
         passed[0] += seconds
 
-    return go_on
+    return resume
 
 
 def test_a_dead_job_is_removed_when_nobody_came_back(
@@ -331,7 +327,7 @@ def test_a_dead_job_is_removed_when_nobody_came_back(
 
 
 @pytest.mark.parametrize("wrong_seconds", [-86400, 86400])
-def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
+def test_a_wrong_clock_removes_no_only_copy(
     wrong_seconds: int, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -422,12 +418,12 @@ def test_a_job_that_comes_back_while_the_dead_are_removed_keeps_its_place(
 
 
 def waits_for_a_lock(pid: int) -> bool:
-    """In this system waiting lines begin with an arrow."""
+    """In this system waiting lines start with an arrow."""
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return any(line[1] == "->" and line[5] == str(pid) for line in lines)
 
 
-def test_a_place_whose_folder_is_being_removed_is_made_again(
+def test_a_place_with_a_folder_under_removal_is_made_again(
     job: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the end of the run before: between creating the folder and locking a file in it."""
@@ -452,7 +448,7 @@ def test_a_job_never_removes_itself(job: JobDirectory) -> None:
 
 
 def test_a_second_trainer_in_the_same_process_is_refused_too(job: JobDirectory) -> None:
-    """A notebook whose cell is run again."""
+    """A notebook with a cell run again."""
     first = job.lock_rank(0)
     try:
         with pytest.raises(JobBusyError):

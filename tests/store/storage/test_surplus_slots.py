@@ -79,7 +79,7 @@ def test_slots_of_ranks_that_are_not_here_any_more(settings: dict[str, Any]) -> 
 
 
 def held(path: Path, is_lock: bool, told: Connection) -> None:
-    """Another process: a living trainer, or an agent that is using a slot."""
+    """Another process: a living trainer, or an agent with a slot in use."""
     if is_lock:
         assert take_lock(path) is not None
     else:

@@ -99,7 +99,7 @@ def until(seen: Callable[[], bool]) -> None:
 
 
 def kill(pid: int | None) -> None:
-    """Kill a process that is no child of this one, and wait for its end."""
+    """Kill a process, no child of this one, and wait for its end."""
     assert pid is not None
     fd = os.pidfd_open(pid)
     try:

@@ -1,4 +1,4 @@
-"""One rank of a job that uses Accelerate, whose every step is written down; a script, and a module
+"""One rank of a job that uses Accelerate, with a record of every step; a script, and a module
 for ranks that are forked."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Samples(Dataset[Any]):
 
 
 class Numbered(Dataset[Any]):
-    """Samples whose first feature is their number."""
+    """Samples with their number as first feature."""
 
     def __len__(self) -> int:
         return SAMPLES

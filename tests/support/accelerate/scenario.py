@@ -21,7 +21,7 @@ class Scenario(scenario.Scenario):
     lora: bool = False
     """Trains adapters of PEFT only."""
     half: bool = False
-    """A GradScaler, whose first steps overflow."""
+    """A GradScaler with an overflow in its first steps."""
     sets_epoch: bool = False
     saves: bool = False
     """The script also calls `accelerator.save_state()` at the end of each epoch."""

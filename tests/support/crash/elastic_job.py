@@ -1,11 +1,11 @@
 """The script that elastic Horovod runs and the tests kill: small, and recorded in a journal.
 
 It has the parts that make an exact resume hard (BatchNorm, dropout, AdamW, clipped gradients, a
-learning rate that changes every step, data from random streams, an ElasticSampler) and epochs whose
-end changes values only. Besides the ElasticSampler it has a ResumableSampler, whose samples are
-recorded and not trained on. Only the state distributes them to the current ranks.
-Only the import depends on checkpoints: with ELASTIC_HVD=horovod_ckpt.torch it is a plain script for
-Horovod, and settings are in the environment.
+learning rate that changes every step, data from random streams, an ElasticSampler) and epochs with
+an end that changes values only. Besides the ElasticSampler it has a ResumableSampler: its samples
+are recorded and not trained on. Only the state distributes them to the current ranks. Only the
+import depends on checkpoints: with ELASTIC_HVD=horovod_ckpt.torch it is a plain script for Horovod,
+and settings are in the environment.
 
 Fault points, besides the package's own (see `tierckpt._faults`):
 

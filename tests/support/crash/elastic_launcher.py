@@ -28,7 +28,7 @@ from tierckpt import _faults
 PATIENCE_SECONDS = 240.0
 Line = dict[str, Any]
 Moment = tuple[int, int, int]
-"""Rank, steps made, epoch, for a job whose size stays the same."""
+"""Rank, steps made, epoch, for a job of constant size."""
 
 
 class ElasticJob:

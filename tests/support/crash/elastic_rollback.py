@@ -1,5 +1,5 @@
 """Elastic state in one process that makes some commits and dies: elastic_rollback.py FOLDER SHM N.
-Prints the batch that it begins with, and the one after `state.restore()`."""
+Prints the batch that it starts with, and the one after `state.restore()`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(folder: str, shm_dir: str, batches: int) -> None:
     settings |= {"local_every_seconds": 0, "local_keep_last": 50, "when_busy": "wait"}
     state = TorchState(model, optimizer, batch=0, tierckpt=settings)
     state.sync()
-    begun = state.batch
+    started = state.batch
     for _ in range(batches):
         optimizer.zero_grad()
         model(torch.full((3, 4), float(state.batch))).sum().backward()
@@ -35,7 +35,7 @@ def main(folder: str, shm_dir: str, batches: int) -> None:
     state.checkpointer.wait()
     if batches:
         state.restore()
-    print(f"begun {begun}, restored {state.batch}", flush=True)
+    print(f"begun {started}, restored {state.batch}", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -30,7 +30,7 @@ from tests.support.crash.job import (
 from tests.support.crash.scenario import VARIABLE, Scenario
 
 ASKS_VARIABLE = "CRASH_ASKS"
-"""The variable that is set if the loop asks whether to end."""
+"""The variable, set if the loop asks whether to end."""
 WORKERS_VARIABLE = "CRASH_WORKERS"
 """Number of workers of the loop's DataLoader; unset: there is no DataLoader."""
 

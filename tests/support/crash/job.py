@@ -1,4 +1,4 @@
-"""The job that is killed: a real two-rank DDP training over gloo that takes seconds.
+"""The job to kill: a real two-rank DDP training over gloo that takes seconds.
 
 It has the parts that make an exact resume hard (BatchNorm, dropout, AdamW, a learning rate that
 changes every step, data from random streams) and records everything in a journal, written so that
@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "verify": (verification, "verify"),
     "load_shard": (loader.Loader, "load_window"),
     "finish_load": (loader.Loader, "finish"),
-    "after_load": (restart.Restart, "_go_on_from"),
+    "after_load": (restart.Restart, "_continue_from"),
     "remove_slots": (slot_pool.SlotPool, "close"),
 }
 
@@ -211,7 +211,7 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     if scenario.patient:
         connection_states.ANSWER_SECONDS = 1e6
     if scenario.late_release:
-        # As on CUDA: a rank that is ahead asks for its next slot as early as it can.
+        # As on CUDA: a rank ahead asks for its next slot as early as it can.
         snapshot.Snapshot.starts_at_once = True
         snapshot.QUIET_SECONDS = 1e6  # a slow machine must not release them either
     if str(rank) in scenario.late_release:

@@ -398,8 +398,8 @@ class Life:
     def passed(self, rank: int) -> int:
         """The last boundary that this rank is known to have passed: the version being taken."""
         steps = [x["step"] + 1 for x in self.job.journal(rank, self.number) if "step" in x]
-        begun = [x["start"] for x in self.job.journal(rank, self.number) if "start" in x]
-        return int(max([0, *steps, *begun]))
+        started = [x["start"] for x in self.job.journal(rank, self.number) if "start" in x]
+        return int(max([0, *steps, *started]))
 
     def promised(self) -> int:
         """The oldest version that the next run may resume after this one was killed, with a
@@ -409,8 +409,8 @@ class Life:
         newer: at most the version that the slowest rank was taking is lost.
         """
         slowest = min(self.passed(rank) for rank in range(RANKS))
-        begun = self.resumed()["start"] if self._begun() else 0
-        return max(slowest - 1, begun)
+        started = self.resumed()["start"] if self._begun() else 0
+        return max(slowest - 1, started)
 
     def _begun(self) -> bool:
         return all(

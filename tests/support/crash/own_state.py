@@ -36,7 +36,7 @@ class Metered(nn.Module):
 
 
 class Decaying(torch.optim.AdamW):
-    """An optimizer whose `state_dict()` has more than the state of parameters: a remainder."""
+    """An optimizer with more in its `state_dict()` than the state of parameters: a remainder."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, lr=lr)

@@ -32,7 +32,7 @@ def serve(module: str) -> None:
     job = importlib.import_module(module)
 
     gc.freeze()  # otherwise each rank's collector would visit, and so copy, all imported objects
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here needs their exit status
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not needed
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -117,7 +117,7 @@ class Run:
 
 
 def attempts(run: Run, undisturbed: Run) -> list[int]:
-    """For rank 0, the places in the undisturbed job at which the attempts of one run began; they
+    """For rank 0, the places in the undisturbed job at which the attempts of one run started; they
     write to one file."""
     theirs = undisturbed.lines()
     at, found = len(theirs), []

@@ -8,22 +8,22 @@ from pathlib import Path
 from tests.support.frameworks.jobs import Job, Run
 
 
-def goes_on_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "") -> None:
-    """Run a job that is killed at all these points, then to its end; assert that every run writes
+def resumes_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "") -> None:
+    """Run a job, kill it at all these points, then run it to its end; assert that every run writes
     what `plain` has there. `start`: name of a point before the first version."""
     for number, kill in enumerate([*kills, ""]):
         run = job.start(kill)
         assert job.fired(kill) or not kill, run.output()
         assert run.ended() is not bool(kill), run.output()
-        begins = number == 0 or (number == 1 and bool(start) and start in kills[0])
+        starts = number == 0 or (number == 1 and bool(start) and start in kills[0])
         for rank in range(run.scenario.ranks):
             first = run.place_in(plain, rank)
-            assert first == 0 if begins else first > 0, run.output()
+            assert first == 0 if starts else first > 0, run.output()
 
 
-def ends_by_a_signal_and_goes_on(job: Job, signal: str, steps: tuple[int, int], plain: Run) -> None:
+def ends_by_a_signal_and_resumes(job: Job, signal: str, steps: tuple[int, int], plain: Run) -> None:
     """Send the signal; assert that the job ends after one of `steps` (both included), and that its
-    next run goes on exactly after that step."""
+    next run resumes exactly after that step."""
     first = job.start(signal=signal)
     assert first.ended(), first.output()
     assert job.fired(signal)
@@ -36,8 +36,8 @@ def ends_by_a_signal_and_goes_on(job: Job, signal: str, steps: tuple[int, int], 
         assert again.place_in(plain, rank) > 0
 
 
-def goes_on_after_an_error(job: Job, point: str, plain: Run) -> None:
-    """Raise an error of the script's on rank 1; assert that the next run goes on exactly."""
+def resumes_after_an_error(job: Job, point: str, plain: Run) -> None:
+    """Raise an error of the script's on rank 1; assert that the next run resumes exactly."""
     failed = job.start(point, error=True)
     assert failed.error(1) == "the script's own error", failed.output()
     again = job.start()
@@ -47,7 +47,7 @@ def goes_on_after_an_error(job: Job, point: str, plain: Run) -> None:
 
 def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -> None:
     """Kill the job; go back to `version` by the environment, and kill it again; assert that the
-    next start, in the same environment, goes on from where the second run was."""
+    next start, in the same environment, continues from where the second run was."""
     assert not job.start(kills[0]).ended()
     environment = {"TIERCKPT_ROLLBACK_TO": str(version)}
     back = job.start(kills[1], environment)
@@ -62,8 +62,8 @@ def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -
         assert 0 < back.place_in(plain, rank) < again.place_in(plain, rank)
 
 
-def a_fork_goes_on_exactly(source: Job, fork: Job, kills: tuple[str, str], plain: Run) -> None:
-    """Kill `source`; begin `fork` where that was, by the environment, kill it before it has a
+def a_fork_continues_exactly(source: Job, fork: Job, kills: tuple[str, str], plain: Run) -> None:
+    """Kill `source`; start `fork` where that was, by the environment, kill it before it has a
     version of its own on disk, and run it to its end. Assert that both write what `plain` has."""
     assert not source.start(kills[0]).ended()
     path = (source.scenario.settings or {})["path"]
@@ -77,7 +77,7 @@ def a_fork_goes_on_exactly(source: Job, fork: Job, kills: tuple[str, str], plain
     assert not [*Path(path).glob("*.hold")]
 
 
-def goes_on_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_epoch: int) -> None:
+def resumes_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_epoch: int) -> None:
     """Assert that `other`, with another number of ranks than the job that was killed, trains on the
     samples that `whole` has in the same steps. The last step of an epoch may be filled up with
     samples of the epoch."""
@@ -113,10 +113,10 @@ def samples_of_steps(run: Run) -> dict[int, set[int]]:
 
 
 __all__ = [
-    "a_fork_goes_on_exactly",
-    "ends_by_a_signal_and_goes_on",
-    "goes_on_after_an_error",
-    "goes_on_exactly",
-    "goes_on_with_the_same_samples",
+    "a_fork_continues_exactly",
+    "ends_by_a_signal_and_resumes",
     "refuses_other_data",
+    "resumes_after_an_error",
+    "resumes_exactly",
+    "resumes_with_the_same_samples",
 ]

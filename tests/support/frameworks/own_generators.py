@@ -1,5 +1,5 @@
 """Data with random generators of their own: in attributes of a data set and a collate function, one
-that is made when it is first used, and two that only arguments of the checkpointer name."""
+made at its first use, and two that only arguments of the checkpointer name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 
 class Hidden:
-    """Generators where nobody looks for them."""
+    """Generators outside of all searched places."""
 
     given = torch.Generator()
     extra = torch.Generator()

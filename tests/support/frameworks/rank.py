@@ -1,4 +1,4 @@
-"""Parts of a rank whose every step is written down."""
+"""Parts of a rank with a record of every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a Lightning job, whose every step is written down; a script, and a module for ranks
+"""One rank of a Lightning job, with a record of every step; a script, and a module for ranks
 that are forked."""
 
 from __future__ import annotations

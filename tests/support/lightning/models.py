@@ -28,7 +28,7 @@ class Samples(Dataset[Any]):
 
 
 class Numbered(Dataset[Any]):
-    """Samples whose first feature is their number."""
+    """Samples with their number as first feature."""
 
     def __len__(self) -> int:
         return SAMPLES

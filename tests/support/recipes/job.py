@@ -27,7 +27,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script that nobody here wrote, and all that a run of it needs."""
+    """A script of another project, and all that a run of it needs."""
 
     repository: str
     """The folder with its clone, and the name of its diff in docs/scripts.md."""
@@ -155,15 +155,15 @@ class RecipeJob:
         return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-6000:]}" for p in paths)
 
 
-def goes_on_exactly(ours: RecipeJob, plain: RecipeJob, recipe: Recipe, kill_after: int) -> None:
+def resumes_exactly(ours: RecipeJob, plain: RecipeJob, recipe: Recipe, kill_after: int) -> None:
     """Run the job, kill a rank in the middle of a step, run it again; assert that all records and
     figures are those of `plain`."""
     ours.start(kill=(recipe.ranks - 1, kill_after))
     assert (ours.folder / "killed").exists(), ours.output()
     assert not ours.is_done(), ours.output()
     for rank in range(recipe.ranks):
-        begun, whole = ours.lines(rank), plain.lines(rank)
-        assert begun == whole[: len(begun)], f"rank {rank} before the kill\n{ours.output()}"
+        started, whole = ours.lines(rank), plain.lines(rank)
+        assert started == whole[: len(started)], f"rank {rank} before the kill\n{ours.output()}"
     ours.start()
     assert ours.is_done(), ours.output()
     for rank in range(recipe.ranks):
@@ -176,4 +176,4 @@ def goes_on_exactly(ours: RecipeJob, plain: RecipeJob, recipe: Recipe, kill_afte
     assert figures == theirs[-len(figures) :], f"{figures}\n{theirs}\n{ours.output()}"
 
 
-__all__ = ["CLONES", "Recipe", "RecipeJob", "goes_on_exactly"]
+__all__ = ["CLONES", "Recipe", "RecipeJob", "resumes_exactly"]

@@ -1,4 +1,4 @@
-"""A rank of somebody's script, each optimizer step of which is written down: rank.py SCRIPT ARGS.
+"""A rank of another project's script, with a record of each optimizer step: rank.py SCRIPT ARGS.
 
 The script is run as it is. Hooks of torch that all optimizers call record weights, gradients and
 learning rates after each step; output goes to a file of the rank.

@@ -165,7 +165,7 @@ CASES.add("observers", lambda: trained(Together(OBSERVERS)))
 
 
 class Filled(Wrapped):
-    """A buffer that is None at first, one that grows, one that is added, one that is None later."""
+    """A buffer, None at first, one that grows, an added one, one that becomes None."""
 
     def __init__(self) -> None:
         super().__init__()

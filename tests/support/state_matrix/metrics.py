@@ -131,12 +131,12 @@ def options_of(kind: type, given: dict[str, Any]) -> dict[str, Any]:
 
 def all_metrics() -> Iterator[tuple[str, Callable[[], Any], Update]]:
     """Every class of these families that can be made and updated here, with its arguments."""
-    for family, begin, given, updates in FAMILIES:
+    for family, start, given, updates in FAMILIES:
         for name in sorted(vars(family)):
             kind = getattr(family, name)
             if not inspect.isclass(kind) or not issubclass(kind, torchmetrics.Metric):
                 continue
-            if not name.startswith(begin) or name in OTHER:
+            if not name.startswith(start) or name in OTHER:
                 continue
             options = options_of(kind, given)
             if update := next((u for u in updates if _goes(kind, options, u)), None):
@@ -146,7 +146,7 @@ def all_metrics() -> Iterator[tuple[str, Callable[[], Any], Update]]:
 def _goes(kind: type, options: dict[str, Any], update: Update) -> bool:
     try:
         update(kind(**options), torch.randn(4, 6))
-    except Exception:  # other arguments, or a package that is not installed
+    except Exception:  # other arguments, or a missing package
         return False
     return True
 

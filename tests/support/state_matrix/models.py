@@ -107,7 +107,7 @@ class Float8(Wrapped):
 
 
 class Replaced(Wrapped):
-    """A buffer that is another tensor after every forward pass, like many hand-written averages."""
+    """A buffer, another tensor after every forward pass, like many hand-written averages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Replaced(Wrapped):
 
 
 class Late(Wrapped):
-    """A branch that is used only later, so that its optimizer state is created then."""
+    """A branch used only later, so that its optimizer state is created then."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def add_optimizers() -> None:
     }
     if hasattr(optim, "Adafactor"):
         plain["adafactor"] = optim.Adafactor
-    # In turn over models that differ in memory order, types and dead parameters.
+    # Alternating over models that differ in memory order, types and dead parameters.
     models = (mlp, OddShapes, Unused, Tied, Recurrent, channels_last)
     for index, (name, optimizer) in enumerate(plain.items()):
         model = models[index % len(models)]
@@ -162,8 +162,7 @@ class Climbing(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Adam):
-    """Its learning rate depends on a counter that is no option; a sum has a key that is no
-    parameter."""
+    """Its learning rate depends on a counter, no option; a sum has a key, no parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)

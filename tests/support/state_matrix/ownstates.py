@@ -19,7 +19,7 @@ CASES = Cases()
 
 
 class Counting(Wrapped):
-    """Counts its steps in an attribute: the cases differ in how that is saved."""
+    """Counts its steps in an attribute: the cases differ in how they save it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,27 +91,27 @@ class Prepared(Counting):
         return self.first(x) / (1 + self.count % 7)
 
 
-class Begun(Wrapped):
+class Started(Wrapped):
     """Takes its scale from the first batch, unless it was loaded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun = False
+        self.started = False
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             self.scale.copy_(x.detach().std(0))
         return self.first(x) / self.scale
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        self.begun = True
+        self.started = True
 
 
 class Replacing(Overridden):
-    """Makes a new parameter when it is loaded: an optimizer would go on with the old one."""
+    """Makes a new parameter when it is loaded: an optimizer would keep the old one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Lists(nn.Module):
 
 
 def compiled_within() -> nn.Module:
-    """A compiled module of the kind, inside one whose hook sees all names."""
+    """A compiled module of the kind, inside one with a hook that sees all names."""
     model = prefixing()
     model[0] = torch.compile(model[0], backend="eager")
     return model
@@ -299,7 +299,7 @@ class Overridden5(Overridden):
 
 
 def checkpointed() -> nn.Module:
-    """torch's own wrappers, whose hooks remove their name."""
+    """torch's own wrappers, with hooks that remove their name."""
     return nn.Sequential(
         *(checkpoint_wrapper(layer) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), hooked()))
     )
@@ -315,7 +315,7 @@ def spectral_normed_as_before() -> nn.Module:
 
 
 class Quantized(Wrapped):
-    """Frozen layers of integers, whose weights are no parameters."""
+    """Frozen layers of integers, with weights but no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ CASES.add("the model's own methods", lambda: trained(Overridden(), adam))
 CASES.add("hooks", lambda: trained(nn.Sequential(nn.Linear(6, 6), hooked())))
 CASES.add("torch's private hooks", lambda: trained(nn.Sequential(nn.Linear(6, 6), hooked(True))))
 CASES.add("a hook before, and one after loading", lambda: trained(nn.Sequential(Prepared())))
-CASES.add("loading that says it was begun", lambda: trained(nn.Sequential(Begun())))
+CASES.add("loading that says it was started", lambda: trained(nn.Sequential(Started())))
 CASES.add("loading that makes parameters", lambda: trained(nn.Sequential(Replacing()), adam))
 CASES.add("nothing before the first forward pass", lambda: trained(nn.Sequential(Late())))
 CASES.add("transposed and renamed", lambda: trained(nn.Sequential(Transposing()), adam))

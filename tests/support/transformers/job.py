@@ -1,4 +1,4 @@
-"""One rank of a job of Hugging Face's Trainer, whose every step is written down; a script, and a
+"""One rank of a job of Hugging Face's Trainer, with a record of every step; a script, and a
 module for ranks that are forked."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Plain(Dataset[Any]):
 
 
 class Sentences(Plain):
-    """With noise, which is drawn anew whenever a sample is loaded."""
+    """With noise, which is drawn again whenever a sample is loaded."""
 
     def __getitem__(self, index: int) -> Any:
         sample = super().__getitem__(index)
@@ -49,7 +49,7 @@ class Sentences(Plain):
 
 
 class Numbered(Plain):
-    """Samples that begin with their number, in two tokens."""
+    """Samples that start with their number, in two tokens."""
 
     def __getitem__(self, index: int) -> Any:
         sample = super().__getitem__(index)

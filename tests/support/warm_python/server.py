@@ -123,7 +123,7 @@ def threads() -> int:
     return int(status.partition("Threads:")[2].split()[0])
 
 
-# --- in the process that is forked ---------------------------------------------------------------
+# --- in the forked process -----------------------------------------------------------------------
 
 
 def become(order: Order, descriptors: list[int], server: int) -> None:

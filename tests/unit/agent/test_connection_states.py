@@ -32,7 +32,7 @@ from tierckpt.agent.connection_states import (
     GiveUp,
     HangUp,
     Needed,
-    NobodyListens,
+    NoListener,
     NotUnderstood,
     PredecessorEnds,
     ProcessEnded,
@@ -60,7 +60,7 @@ GONE = Standing(State.OUTDATED, needed=True)
 EVENTS: list[Event] = [
     Needed(),
     Tick(),
-    NobodyListens(),
+    NoListener(),
     Ended(),
     HangUp(),
     Welcomed(7),
@@ -94,22 +94,22 @@ def test_without_an_agent_all_places_are_looked_at(at: Standing) -> None:
 
 
 def test_one_is_started_only_where_it_is_needed_and_by_whom_it_should_be() -> None:
-    assert after(Standing(), NobodyListens())[1] == []
-    assert after(Standing(), Needed(), NobodyListens())[1] == [StartProcess()]
-    assert after(Standing(inline=True), Needed(), NobodyListens())[1] == []
-    later, actions = after(Standing(first=False), Needed(), NobodyListens())
+    assert after(Standing(), NoListener())[1] == []
+    assert after(Standing(), Needed(), NoListener())[1] == [StartProcess()]
+    assert after(Standing(inline=True), Needed(), NoListener())[1] == []
+    later, actions = after(Standing(first=False), Needed(), NoListener())
     assert actions == [], "left to the first rank"
-    assert after(later, NobodyListens(), seconds=JOIN_SECONDS)[1] == [StartProcess()]
+    assert after(later, NoListener(), seconds=JOIN_SECONDS)[1] == [StartProcess()]
 
 
 def test_a_rank_of_another_environment_waits_for_the_first_and_says_when_it_does_not_come() -> None:
-    at, actions = after(Standing(may_start=False), Needed(), NobodyListens())
+    at, actions = after(Standing(may_start=False), Needed(), NoListener())
     assert actions == []
-    assert after(at, NobodyListens(), seconds=START_SECONDS - 1)[1] == []
-    at, actions = after(at, NobodyListens(), seconds=START_SECONDS)
+    assert after(at, NoListener(), seconds=START_SECONDS - 1)[1] == []
+    at, actions = after(at, NoListener(), seconds=START_SECONDS)
     assert "the node's first rank" in str(failure(actions))
     at, _ = after(at, Connected(0), Welcomed(7), HangUp(), seconds=START_SECONDS)
-    assert after(at, NobodyListens(), seconds=START_SECONDS)[1] == [], "it waits again"
+    assert after(at, NoListener(), seconds=START_SECONDS)[1] == [], "it waits again"
 
 
 def test_a_new_run_leaves_the_start_to_the_first_rank_again() -> None:
@@ -122,8 +122,8 @@ def test_a_started_process_is_followed_at_its_place_alone() -> None:
     at, _ = after(replace(NEEDED, index=2), ProcessStarted())
     assert (at.state, at.starting, at.unproved) == (State.STARTING, True, True)
     assert after(at, Tick())[1] == [Connect((2,))]
-    assert after(at, NobodyListens(), seconds=START_SECONDS)[1] == []
-    at, actions = after(at, NobodyListens(), seconds=START_SECONDS + 1)
+    assert after(at, NoListener(), seconds=START_SECONDS)[1] == []
+    at, actions = after(at, NoListener(), seconds=START_SECONDS + 1)
     assert (at.state, at.follows) == (State.SEARCHING, False)
     assert "a new agent could not be reached within 60 s" in str(failure(actions))
 
@@ -133,29 +133,29 @@ def test_a_process_that_ended_before_it_was_reached(status: int, fails: bool) ->
     """An agent that found another one in its place, or no job, is no failure."""
     at, _ = after(STARTING, ProcessEnded(status))
     assert at.state is State.SEARCHING
-    at, actions = after(at, NobodyListens())
+    at, actions = after(at, NoListener())
     if fails:
         assert f"a new agent ended with exit status {status}" in str(failure(actions))
-        at, actions = after(at, NobodyListens())
+        at, actions = after(at, NoListener())
     assert actions == [StartProcess()]
 
 
 def test_a_process_is_started_again_after_a_while_at_the_earliest() -> None:
     at, _ = after(NEEDED, ProcessStarted(), ProcessEnded(TAKEN))
-    assert after(at, NobodyListens())[1] == []
-    assert after(at, NobodyListens(), seconds=AGAIN_SECONDS)[1] == [StartProcess()]
+    assert after(at, NoListener())[1] == []
+    assert after(at, NoListener(), seconds=AGAIN_SECONDS)[1] == [StartProcess()]
 
 
 def test_an_agent_that_served_and_ended_is_no_failed_start() -> None:
     at, _ = after(STARTING, Connected(0), Welcomed(7), Ended(), HangUp(), ProcessEnded(-9))
     assert (at.state, at.unproved) == (State.SEARCHING, False)
-    assert after(at, NobodyListens())[1] == [StartProcess()]
+    assert after(at, NoListener())[1] == [StartProcess()]
 
 
 def test_the_process_of_a_lost_agent_may_be_seen_to_live_for_a_moment() -> None:
     """Its old start time does not make it a new agent that fails to come."""
     at = replace(CONNECTED, follows=True, since=NOW - 10 * START_SECONDS)
-    at, actions = after(at, HangUp(), NobodyListens())
+    at, actions = after(at, HangUp(), NoListener())
     assert (at.state, at.since, actions) == (State.STARTING, NOW, [])
 
 
@@ -190,7 +190,7 @@ def test_no_answer_in_time_passes_the_agent_over() -> None:
         (NotUnderstood("is not understood"), "is not understood", logging.ERROR),
     ],
 )
-def test_an_agent_that_is_not_for_us_is_passed_over(event: Event, text: str, severity: int) -> None:
+def test_an_agent_not_for_us_is_passed_over(event: Event, text: str, severity: int) -> None:
     at, actions = after(replace(GREETING, follows=True, exit_status=1), event)
     assert (at.state, at.index, at.follows, at.exit_status) == (State.SEARCHING, 1, False, 0)
     said = f"agent 0 of this node {text}; another one takes its place"
@@ -334,7 +334,7 @@ class Course(RuleBasedStateMachine):
                     self.linked = True
                     self.on(Connected(there[0] if there else self.at.index))
                 else:
-                    self.on(NobodyListens())
+                    self.on(NoListener())
             case StartProcess():
                 assert not self.running, "nor two processes on their way"
                 assert not self.linked

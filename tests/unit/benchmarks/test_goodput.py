@@ -105,7 +105,7 @@ def test_methods_with_a_launcher_are_launched(modules: argparse.Namespace) -> No
 
 
 def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.Namespace) -> None:
-    """Nobody trains faster for being killed: the machine's pace was another one meanwhile."""
+    """A kill makes no training faster: the machine's pace was another one meanwhile."""
     rows = [
         result(modules, "ours", 60.0, 1110),
         result(modules, "torch-save", 60.0, 900),

@@ -1,4 +1,4 @@
-"""What the stall benchmark takes for memory: read from outside, while processes go on."""
+"""What the stall benchmark takes for memory: read from outside, while processes run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_shared_memory_counts_once_and_a_dead_process_not_at_all(processes: Any)
     assert processes.memory_bytes(child) == {}
 
 
-def test_a_family_that_is_mapping_while_it_is_read_is_no_sample(
+def test_a_family_mapping_while_it_is_read_is_no_sample(
     processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes share a buffer: what the first had alone, it shares by the time the second is

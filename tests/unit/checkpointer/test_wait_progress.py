@@ -134,20 +134,20 @@ def test_in_logs_lines_come_at_growing_intervals(
 
 
 def test_a_retry_starts_the_bar_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[tuple[str, int]]()
-    monkeypatch.setattr(Progress, "begin", lambda self, *given: begun.append(given))
+    started = list[tuple[str, int]]()
+    monkeypatch.setattr(Progress, "start_phase", lambda self, *given: started.append(given))
     progress, agent, _ = made()
     for done in (500_000, 1_000_000, 200_000):
         agent.flushes(done)
         progress.look()
-    assert begun == [(f"storing v40 on {STORE}", 2_000_000)] * 2
+    assert started == [(f"storing v40 on {STORE}", 2_000_000)] * 2
 
 
 def test_exchanges_with_other_nodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[tuple[str, int]]()
-    monkeypatch.setattr(Progress, "begin", lambda self, *given: begun.append(given))
+    started = list[tuple[str, int]]()
+    monkeypatch.setattr(Progress, "start_phase", lambda self, *given: started.append(given))
     progress, agent, _ = made()
     agent.levels = [PEER]
     progress.look()
-    assert begun == [("waiting for other nodes", 0)]
+    assert started == [("waiting for other nodes", 0)]
     assert agent.asked == 0, "a question would start an agent where there is none"

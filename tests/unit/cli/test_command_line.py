@@ -137,7 +137,7 @@ def test_in_quotes_too_a_tilde_is_the_home_directory(
 
 @pytest.mark.parametrize("command", TAKE_A_PLACE)
 @pytest.mark.parametrize("what", ["a file", "not there", "below a file", "too long"])
-def test_a_path_that_is_no_directory_is_an_error_of_one_sentence(
+def test_a_path_but_no_directory_is_an_error_of_one_sentence(
     what: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "a file").touch()
@@ -201,12 +201,12 @@ def test_without_an_output_it_does_its_work(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_picture_s_place_that_is_no_directory_is_one_sentence(
+def test_a_pictures_place_without_a_directory_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace-r00000.json"
-    begin = {"ph": "i", "cat": "begin", "pid": 0, "tid": 0, "ts": 1, "name": "x", "args": {}}
-    trace.write_text(json.dumps([begin]))
+    start = {"ph": "i", "cat": "begin", "pid": 0, "tid": 0, "ts": 1, "name": "x", "args": {}}
+    trace.write_text(json.dumps([start]))
     assert main(["trace", "merge", str(trace / "out.json"), "--ours", str(trace)]) == 1
     assert capsys.readouterr().err.startswith(f"tierckpt: cannot write {trace}/out.json: ")
 

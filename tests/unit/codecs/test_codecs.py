@@ -151,9 +151,7 @@ def test_without_a_key_the_error_says_where_it_was_looked_for(
         AesGcm()
 
 
-def test_a_key_file_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_key_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(CodecError, match=f"{tmp_path}/nowhere, which {FILE_VARIABLE} names"):
         AesGcm()
@@ -175,7 +173,7 @@ def test_another_key_is_named_by_its_fingerprint(monkeypatch: pytest.MonkeyPatch
     assert KEY not in str(caught.value)
 
 
-def test_a_key_is_in_nothing_that_is_shown_or_written() -> None:
+def test_a_key_is_in_nothing_shown_or_written() -> None:
     codec = AesGcm()
     shown = f"{codec!r} {codec.parameters()} {json.dumps(dict(codec.parameters()))}"
     assert KEY not in shown.lower()

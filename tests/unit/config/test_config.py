@@ -179,9 +179,7 @@ def test_an_unknown_setting_is_answered_with_the_nearest(
         ("comm_hok", "comm_hook"),
     ],
 )
-def test_a_mistyped_argument_that_is_no_setting_has_a_nearest_one_too(
-    wrong: str, meant: str
-) -> None:
+def test_a_mistyped_argument_but_no_setting_has_a_nearest_one_too(wrong: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
         load_config({wrong: 1}, {})
     with pytest.raises(ConfigError) as caught:
@@ -335,7 +333,7 @@ def test_parity_of_nothing_is_refused() -> None:
     load_config({**never, "peer_redundancy": "xor", "persistent_path": "shared"}, {})
 
 
-def test_settings_of_a_level_that_is_not_there_are_named() -> None:
+def test_settings_of_a_missing_level_are_named() -> None:
     given = {"persistent_every_steps": 5, "persistent_codecs": "zstd"}
     assert load_config(given, {}).idle == list(given)
     assert load_config({**given, "persistent_path": "shared"}, {}).idle == []

@@ -23,7 +23,7 @@ def test_a_name_that_leads_elsewhere_is_refused(setting: str, value: str) -> Non
 
 
 @pytest.mark.parametrize("setting", ["job_id", "node"])
-def test_one_that_is_too_long_is_refused(setting: str) -> None:
+def test_a_too_long_one_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting} is too long .300 letters.*limit is 255"):
         load_config({setting: "x" * 300}, {})
     with pytest.raises(ConfigError, match=f"{setting} is too long .200 letters.*limit is 255"):
@@ -51,7 +51,7 @@ def test_the_longest_default_is_known() -> None:
 @pytest.mark.parametrize(
     "setting", ["path", "shm_dir", "events_dir", "trace_dir", "persistent_path", "job_id", "node"]
 )
-def test_text_that_is_not_utf8_is_refused(setting: str) -> None:
+def test_text_not_in_utf8_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"^{setting} is .*not UTF-8"):
         load_config({setting: NO_UTF8.removeprefix("/tmp/")}, {})
 
@@ -87,7 +87,8 @@ def test_no_place_for_slots_is_refused(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("setting", ["path", "shm_dir", "persistent_path"])
 def test_a_file_url_is_the_directory_that_it_names(setting: str) -> None:
-    """A folder called `file:` would be made in the working directory, and nobody look there."""
+    """A folder called `file:` would be made in the working directory, where it is not looked
+    for."""
     given = load_config({setting: "file:///shared/run 7"}, {})
     assert given == load_config({setting: "/shared/run 7"}, {})
 

@@ -163,7 +163,7 @@ def test_an_error_of_a_rank_itself_is_not_raised_from_its_copy() -> None:
     run_ranks(RANKS, program)
 
 
-def test_an_error_that_is_passed_on_keeps_its_cause() -> None:
+def test_an_error_passed_on_keeps_its_cause() -> None:
     def work() -> None:
         raise ConfigError("no such place") from KeyError("cause")
 

@@ -63,7 +63,7 @@ def test_without_a_wait_it_is_the_word_of_all_or_nothing_new(
     assert second == [{OLD, NEW}] + [proven] * 2
 
 
-def test_without_a_wait_a_rank_that_is_gone_proves_nothing() -> None:
+def test_without_a_wait_a_lost_rank_proves_nothing() -> None:
     def program(group: ThreadGroup) -> tuple[set[VersionId], str]:
         agreement, box = agreement_of(group)
         if group.rank == 1:

@@ -97,7 +97,7 @@ def test_nothing_is_known_before_the_last_rank_has_voted(late: int) -> None:
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("gone", range(7))
-def test_a_rank_that_is_gone_keeps_nobody_and_results_before_it_stay(gone: int) -> None:
+def test_a_lost_rank_delays_no_other_and_results_before_it_stay(gone: int) -> None:
     """Leaders of every level, and ranks that lead nothing."""
 
     def program(group: ThreadGroup, tree: LeaderTree) -> tuple[list[int], str]:
@@ -117,7 +117,7 @@ def test_a_rank_that_is_gone_keeps_nobody_and_results_before_it_stay(gone: int) 
             assert why == f"rank {gone} was gone before it reached this boundary"
 
 
-def test_a_vote_whose_rank_was_interrupted_before_it_woke_the_leader_counts() -> None:
+def test_a_vote_of_a_rank_interrupted_before_it_woke_the_leader_counts() -> None:
     def program(group: ThreadGroup, tree: LeaderTree) -> list[int]:
         if group.rank == 1:
             group.barrier()
@@ -223,7 +223,7 @@ def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(
         box = ballots_for(group, node, WIDTH)
         assert isinstance(plain, GroupBallots)
         assert isinstance(box, GroupBallots)
-        for _ in range(group.rank):  # as a rank whose iteration was cut short
+        for _ in range(group.rank):  # as a rank with an interrupted iteration
             box.all_reduce_min([0] * WIDTH)
         box.even_out()
         cast = box.all_reduce_min([group.rank] * WIDTH, [group.rank] * OWN_WIDTH)
@@ -361,7 +361,7 @@ def test_numbers_of_votes_are_made_equal_without_the_tree(
     assert by_ballots((2, 2), program) == [[7] * WIDTH] * 4
 
 
-def test_a_rank_that_is_gone_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ballots, "MEETING_SECONDS", 0.2)
     hosts = nodes_of((1, 1, 1))
 

@@ -135,13 +135,13 @@ def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
         ("failed", "persistent", 2, logging.ERROR),
     ]
     assert log.events[0]["seconds"] == {"write": 0.1, "commit": 0.2}
-    assert log.events[2]["message"] == "full; training goes on, without this version in /disk"
-    assert log.events[4]["message"] == "gone; training goes on, without this version in /far"
+    assert log.events[2]["message"] == "full; training continues, without this version in /disk"
+    assert log.events[4]["message"] == "gone; training continues, without this version in /far"
     assert log.events[4]["behind_since"] == 1
 
 
 def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(agreement: Agreement) -> None:
-    """A disk that is full for a night, on 64 ranks. The end of it is shown, too."""
+    """A disk full for a night, on 64 ranks. The end of it is shown, too."""
     log = Log()
     reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     for version in range(1, 101):

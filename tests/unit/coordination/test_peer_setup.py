@@ -43,7 +43,7 @@ FIRST, SECOND = Address("10.0.0.1", 7001), Address("10.0.0.2", 7001)
         ([LOOPBACK, LOOPBACK], "aa", {1: "127.0.1.1:7001, and rank 0's agent would, too"}),
     ],
 )
-def test_addresses_that_others_would_look_at_in_vain(
+def test_addresses_useless_to_others(
     addresses: list[Address | None], networks: str, blamed: dict[int, str]
 ) -> None:
     """Nodes on one machine may meet at its loopback."""

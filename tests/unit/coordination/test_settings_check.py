@@ -58,7 +58,7 @@ def test_places_may_differ_and_all_receive_each_others() -> None:
 def test_storage_options_are_compared_and_not_shown() -> None:
     given = [{"persistent_storage_options": {"secret": each}} for each in ("sesame", "poppy")]
     for text in refusals(given):
-        assert "persistent_storage_options, whose values are not shown" in text
+        assert "persistent_storage_options, with values that are not shown" in text
         assert "sesame" not in text
         assert "poppy" not in text
     assert refusals([given[0], given[0]]) == ["", ""]

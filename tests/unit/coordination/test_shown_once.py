@@ -101,7 +101,7 @@ def test_all_other_errors_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("who", [{0, 1, 2}, {1}])
-def test_a_rank_whose_state_cannot_be_taken_leaves_no_other_waiting(
+def test_a_rank_with_unsupported_state_leaves_no_other_waiting(
     who: set[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others already agree on settings, and raise an error of the same kind that names it."""

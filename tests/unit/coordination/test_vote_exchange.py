@@ -167,7 +167,7 @@ def test_nothing_is_known_before_the_last_rank_has_voted() -> None:
 
 @pytest.mark.parametrize("damaged", range(0, 8 * (1 + WIDTH) + 4, 3))
 def test_half_a_vote_is_none(damaged: int) -> None:
-    """Another processor may see any bytes of a row that is being written."""
+    """Another processor may see any bytes of a row during its write."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> tuple[Any, Any]:
         box.all_reduce_min([7 + group.rank] * WIDTH)
@@ -294,7 +294,7 @@ def test_a_rank_that_comes_too_late_gets_no_other_vote() -> None:
     assert all(on_pages(2, program))
 
 
-def test_a_rank_whose_iteration_was_cut_short_catches_up() -> None:
+def test_a_rank_with_an_interrupted_iteration_catches_up() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> list[list[int]]:
         cut_short = group.rank == 1
         found = [box.all_reduce_min([10 + group.rank] * WIDTH).wait()]
@@ -345,7 +345,7 @@ def test_nobody_waits_once_it_is_over() -> None:
     assert on_pages(2, program)[0] == "the job ended before all ranks had voted"
 
 
-def test_a_rank_that_let_go_is_not_waited_for_and_its_votes_count() -> None:
+def test_a_rank_that_released_is_not_waited_for_and_its_votes_count() -> None:
     """Its process runs: elastic Horovod starts again in it, as soon as the others join."""
 
     def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
@@ -365,7 +365,7 @@ def test_a_rank_that_let_go_is_not_waited_for_and_its_votes_count() -> None:
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 3])
 def test_ranks_of_several_nodes_even_out_by_votes_alone(behind: int) -> None:
-    """Several votes had integers given along, of which a rank that is late does not know. A group's
+    """Several votes had integers given along, of which a late rank does not know. A group's
     other collectives match by order."""
     own = [1] * OWN_WIDTH
 
@@ -382,7 +382,7 @@ def test_ranks_of_several_nodes_even_out_by_votes_alone(behind: int) -> None:
     assert run_ranks(3, program) == [([0] * WIDTH, [0, 1, 2], [9] * WIDTH)] * 3
 
 
-def test_a_rank_that_went_on_without_its_vote_is_seen() -> None:
+def test_a_rank_that_continued_without_its_vote_is_seen() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
         box.passed(7)
         box.all_reduce_min([1] * WIDTH).wait()
@@ -438,7 +438,7 @@ def test_a_vote_that_others_may_have_read_is_not_cast_again() -> None:
     assert on_pages(2, program) == [[0] * WIDTH] * 2
 
 
-def test_a_forked_child_does_not_let_go_for_its_parent() -> None:
+def test_a_forked_child_does_not_release_for_its_parent() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
         box._pid = -1 if group.rank == 1 else box._pid  # as in the child
         if group.rank == 1:
@@ -464,7 +464,7 @@ def test_descriptors_go_with_ballots_that_were_never_closed() -> None:
     run_ranks(2, program)
 
 
-def test_a_rank_that_is_lost_while_the_page_is_made_costs_no_descriptor() -> None:
+def test_a_rank_lost_while_the_page_is_made_costs_no_descriptor() -> None:
     """The fixture counts them."""
 
     class Lost(ThreadGroup):

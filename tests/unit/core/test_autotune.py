@@ -151,7 +151,7 @@ def test_the_cost_of_local_is_separated_where_every_step_has_a_version_to_memory
     assert training.meter.figures().of(LOCAL).us == pytest.approx(60_000, abs=10)
 
 
-def test_a_disk_that_is_always_busy_is_seen() -> None:
+def test_an_always_busy_disk_is_seen() -> None:
     """Versions to local follow each other without a pause."""
     training = Training(memory=0.01, local=0.06, writing=10)
     training.run(100, memory_every=4, local_every=1000)
@@ -172,7 +172,7 @@ def test_the_cost_of_a_flush_is_separated(memory_every: int) -> None:
     assert found.step_us == pytest.approx(110_000 if with_memory else 100_000, abs=10)
 
 
-def test_a_store_that_is_fast_again_is_believed_at_once() -> None:
+def test_a_store_fast_again_is_believed_at_once() -> None:
     """The next flush comes an interval later: if several were needed to shorten the interval, a
     store that was slow for a while would keep it long for days."""
     for flushes in (1, 9):

@@ -25,7 +25,7 @@ def test_the_minimum_of_all_votes_is_rank_zeros(metric: float, others: int) -> N
 
 
 @pytest.mark.parametrize("metric", [None, math.nan, math.inf, -math.inf])
-def test_a_value_that_is_no_number_is_no_metric(metric: float | None) -> None:
+def test_a_value_but_no_number_is_no_metric(metric: float | None) -> None:
     assert as_vote(metric) == NO_METRIC
     assert of_vote(NO_METRIC) is None
 
@@ -47,7 +47,7 @@ def test_the_best_are_those_that_few_are_better_than(
 def test_the_book_has_the_best_of_all_there_ever_were(
     before: dict[VersionId, float], after: dict[VersionId, float], count: int, lowest: bool
 ) -> None:
-    # A version that is taken again replaces the one before.
+    # A version taken again replaces the one before.
     before = {v: m for v, m in before.items() if v.version not in {v.version for v in after}}
     best = Best(count, lowest)
     best.restart(before)

@@ -67,7 +67,7 @@ class Simulation:
 
     @staticmethod
     def goes_back(have: list[list[tuple[float, int]]], broken: int, now: float) -> int:
-        """Return the newest version that is complete on a level that survived."""
+        """Return the newest version complete on a surviving level."""
         left = [at for level in have[broken:] for ready, at in level if ready <= now]
         best = max(left, default=0)
         for i, level in enumerate(have):

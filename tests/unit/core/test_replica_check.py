@@ -222,7 +222,7 @@ def test_a_check_follows_another_dict_around_the_same_state() -> None:
     assert look(anew=True) != NONE
 
 
-def test_a_look_follows_a_parameter_that_is_another_one() -> None:
+def test_a_look_follows_a_replaced_parameter() -> None:
     state, _, look = trained()
     before = look()
     state.model.bias = nn.Parameter(state.model.bias + 1)
@@ -280,20 +280,20 @@ def test_a_tensor_that_changes_during_a_check_has_no_digest() -> None:
 
 def test_a_copier_and_the_barrier_share_a_large_look() -> None:
     model = nn.Linear(1024, 1024)
-    replicated, begun = ReplicatedState(state_of(model), 1), []
+    replicated, started = ReplicatedState(state_of(model), 1), []
     look = Look(replicated, range(1), 0, 0)
-    look.begin = begun.append
+    look.submit = started.append
     look.wake()
     look.wake()
-    assert begun == [look]
-    begun[0].run()
+    assert started == [look]
+    started[0].run()
     look.finish()
     other = Look(replicated, range(1), 0, 0)
     other.finish()
     assert look.fetch() == other.fetch() != NONE
 
 
-def test_a_state_that_is_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that stands in for one."""
     torch.manual_seed(0)
     model = nn.Linear(300, 200)

@@ -63,7 +63,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
 def possible(
     inventories: list[list[Found]], bad: frozenset[tuple[ShardKey, Location]]
 ) -> list[tuple[VersionId, int]]:
-    """The reference: try all versions whose shards all exist somewhere."""
+    """The reference: try all versions with all shards somewhere."""
     seen = {(f.key, f.place) for i in inventories for f in i}
     good = {key for key, place in seen - bad}
     return sorted(
@@ -124,10 +124,8 @@ def test_the_order_of_looking_does_not_matter(
 
 
 @pytest.mark.parametrize(("folder", "seen"), [("run", True), ("scratch/run", False)])
-def test_a_place_that_is_not_mounted_is_not_an_empty_one(
-    folder: str, seen: bool, tmp_path: Path
-) -> None:
-    """No version was flushed yet, or all are on a file system that is not mounted here."""
+def test_an_unmounted_place_is_not_an_empty_one(folder: str, seen: bool, tmp_path: Path) -> None:
+    """No version was flushed yet, or all are on a file system not mounted here."""
     unseen: list[Problem] = []
     found: list[Found] = []
     look_at_persistent(
@@ -141,7 +139,7 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one(
     )
 
 
-def test_a_store_whose_client_fails_is_reported_and_not_raised(
+def test_a_store_with_a_failing_client_is_reported_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone takes the inventory, and the others wait for its result."""

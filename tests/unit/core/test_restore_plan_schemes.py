@@ -32,7 +32,7 @@ FAR = Location("persistent", EVERYWHERE, "/far")
 
 @dataclass
 class World:
-    """Ranks on nodes of an earlier run, and the data of two versions that is left there.
+    """Ranks on nodes of an earlier run, and the data of two versions left there.
 
     Shard s was written by rank s, on node `node_of[s]`. Every version has its own groups, each with
     its own code: a restart may change both. Shards in no group are not protected.
@@ -64,7 +64,7 @@ class World:
         return Location("local", f"node{node}", "/disk")
 
     def seen_on(self, node: int) -> set[int]:
-        """Nodes whose ranks see the files of this node."""
+        """Nodes with ranks that see the files of this node."""
         return set(self.sharing) if node in self.sharing else {node}
 
     def on_disk(self, node: int) -> set[tuple[int, bool, int]]:
@@ -131,7 +131,7 @@ CODES = [(k, m) for k in range(1, 5) for m in range(1, 4)]
 
 @st.composite
 def schemes(draw: st.DrawFn, shards: int) -> dict[tuple[int, ...], Code]:
-    """Divide shards into groups of any sizes; a shard that is left over is in none."""
+    """Divide shards into groups of any sizes; a shard left over is in none."""
     rest = draw(st.permutations(range(shards)))
     codes = {}
     while len(rest) > 1:
@@ -277,8 +277,8 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
 def test_parity_held_by_agents_is_read_by_all_ranks_equally(
     nodes: int, per_node: int, groups: int, number: int
 ) -> None:
-    """Any rank may have asked the agent: mirrored pairs whose first shard is lost, on nodes without
-    a rank."""
+    """Any rank may have asked the agent: mirrored pairs with their first shard lost, on nodes
+    without a rank."""
     names = [f"node{rank // per_node}" for rank in range(nodes * per_node)]
     found: list[list[Found]] = [[] for _ in names]
     parities: list[list[FoundParity]] = [[] for _ in names]
@@ -370,8 +370,7 @@ def test_a_lost_shard_is_rebuilt_by_its_own_rank_or_else_spread_evenly(world: Wo
 @given(worlds())
 @settings(max_examples=300)
 def test_lost_shards_are_rebuilt_on_all_nodes_equally(world: World) -> None:
-    """Compared with all assignments: none that is even over ranks gives less work to the busiest
-    node."""
+    """Compared with all assignments: none even over ranks gives less work to the busiest node."""
     plan = planned(world)
     if plan is None or len(plan.sources) <= len(world.ranks):
         return  # each rank rebuilds its own shard

@@ -23,7 +23,7 @@ from tierckpt.format.ids import Lineage, VersionId, VersionName, newest_first, o
 
 
 def stands_for_a_multiple(id_: VersionId, line: list[VersionId], every: int) -> bool:
-    """Whether a version is a multiple, or the first one after a multiple that is missing."""
+    """Whether a version is a multiple, or the first one after a missing multiple."""
     if not every or not id_.version % every:
         return bool(every)
     multiple = id_.version - id_.version % every
@@ -245,7 +245,7 @@ def test_of_two_runs_that_may_be_the_ancestor_neither_is_touched() -> None:
     assert retirable_names(now + one + other, policy, asking("cccc", lineage)) == [now[0].name]
 
 
-def test_the_newest_version_that_is_no_suspect_stays_however_many_follow() -> None:
+def test_the_newest_version_not_suspect_stays_however_many_follow() -> None:
     held = held_by("aaaa", 1, 1, 2, 3, 4, 5, lineage=((1, 0),))
     held[2:] = [replace(h, suspect=True) for h in held[2:]]
     gone = retirable_names(held, RetentionPolicy(keep_last=1), asking("aaaa", ((1, 0),)))

@@ -47,13 +47,13 @@ def test_two_commands_that_contradict_each_other_are_refused() -> None:
 
 def test_an_entry_hides_later_versions_until_its_run_has_one() -> None:
     old = {VersionId(1, v): ((1, 0),) for v in (4, 8, 12)}
-    began = (2, 8)
-    assert newest_first(old.items(), began) == [VersionId(1, 8), VersionId(1, 4)]
+    started = (2, 8)
+    assert newest_first(old.items(), started) == [VersionId(1, 8), VersionId(1, 4)]
     new = {**old, VersionId(3, 9): ((1, 0), (3, 8))}
     line = [VersionId(3, 9), VersionId(1, 8), VersionId(1, 4)]
-    assert newest_first(new.items(), began) == line
+    assert newest_first(new.items(), started) == line
     assert newest_first(new.items()) == line
-    assert newest_first([], began) == []
+    assert newest_first([], started) == []
 
 
 def test_nearest_versions() -> None:

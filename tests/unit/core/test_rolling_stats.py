@@ -45,7 +45,7 @@ def test_the_error_is_that_of_the_median() -> None:
 def test_samples_before_and_after_a_change_are_not_mixed(noise: float) -> None:
     chance = random.Random(2)
     window = filled([10 + noise * chance.gauss(0, 1) for _ in range(300)])
-    for _ in range(16):  # twice the number that is enough: the check runs every eight values
+    for _ in range(16):  # twice the needed number: the check runs every eight values
         window.append(20 + noise * chance.gauss(0, 1))
     assert len(window) < 30
     assert window.median == pytest.approx(20, abs=max(1e-9, 2 * noise))
@@ -71,7 +71,7 @@ def test_an_estimate_stays_while_noise_explains_the_difference() -> None:
 
 
 class Noisy:
-    """A training whose steps vary, with its clock, its timer, and the resulting intervals."""
+    """A training of varying steps, with its clock, its timer, and the resulting intervals."""
 
     WRITING_STEPS = 3
 

@@ -93,7 +93,7 @@ def test_every_so_many_steps() -> None:
     assert taken(schedule, {}, range(1, 13)) == {3: memory, 6: both, 9: memory, 12: both}
 
 
-def test_a_journal_begins_with_a_version_and_ends_with_the_next_one() -> None:
+def test_a_journal_starts_with_a_version_and_ends_with_the_next_one() -> None:
     schedule = Schedule(configured(local_journal_steps=4))
     found = taken(schedule, {}, range(1, 12))
     assert found == {v: (MEMORY, LOCAL) for v in (1, 5, 9)}
@@ -144,7 +144,7 @@ def test_a_skipped_version_stays_due_and_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize(("every", "named"), [(1, [5, 6, 7, 8, 9, 10, 11]), (5, [5, 10])])
-def test_every_version_that_is_missed_is_named(every: int, named: list[int]) -> None:
+def test_every_missed_version_is_named(every: int, named: list[int]) -> None:
     schedule = Schedule(configured(memory_every_steps=every))
     schedule.start_at(4)
     busy = SLOTS_BUSY

@@ -1,4 +1,4 @@
-"""Stall timeout: the wait for a store that is slow, and for one that hangs."""
+"""Stall timeout: the wait for a slow store, and for a hanging one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierckpt.core.decisions import StallTimeout, most_quiet_seconds
 def test_a_wait_with_progress_has_no_limit() -> None:
     wait = StallTimeout(10.0, now=100.0)
     for now in range(105, 1000, 5):
-        wait.heard(9.5, now)
+        wait.record_quiet(9.5, now)
         assert not wait.is_over(now)
 
 
@@ -17,7 +17,7 @@ def test_a_wait_without_progress_or_answers_ends() -> None:
     hangs, silent = StallTimeout(10.0, now=100.0), StallTimeout(10.0, now=100.0)
     over = []
     for now in range(104, 120, 2):
-        hangs.heard(now - 102.0, now)
+        hangs.record_quiet(now - 102.0, now)
         over.append((now, hangs.is_over(now), silent.is_over(now)))
     assert [now for now, _, quiet in over if quiet] == [114, 116, 118]
     assert [now for now, hung, _ in over if hung] == [116, 118]
@@ -25,16 +25,16 @@ def test_a_wait_without_progress_or_answers_ends() -> None:
 
 def test_a_level_that_has_hung_for_long_is_not_waited_for_again() -> None:
     wait = StallTimeout(10.0, now=100.0)
-    wait.heard(1000.0, 101.0)
+    wait.record_quiet(1000.0, 101.0)
     assert not wait.is_over(101.0), "all of us may have been stopped"
-    wait.heard(1001.0, 102.0)
+    wait.record_quiet(1001.0, 102.0)
     assert wait.is_over(102.0)
 
 
 def test_a_rank_that_was_stopped_with_all_others_waits_on() -> None:
     wait = StallTimeout(10.0, now=100.0)
     assert not wait.is_over(5000.0)
-    wait.heard(0.5, 5001.0)
+    wait.record_quiet(0.5, 5001.0)
     assert not wait.is_over(5001.0)
 
 

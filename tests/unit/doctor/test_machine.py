@@ -82,7 +82,7 @@ def test_slots_of_this_job_count_as_free() -> None:
     assert machine.slots_of(Subject(Config(slots=5))) == 5
 
 
-def test_a_shm_dir_that_is_missing_is_a_cross(tmp_path: Path) -> None:
+def test_a_missing_shm_dir_is_a_cross(tmp_path: Path) -> None:
     (found,) = machine.shared_memory(Subject(Config(shm_dir=str(tmp_path / "gone"))))
     assert found.mark is Mark.CROSS
     assert "there is no directory" in found.text

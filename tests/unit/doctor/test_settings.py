@@ -150,7 +150,7 @@ def test_the_service_of_the_cloud_is_asked() -> None:
         assert found.text == "aws takes this machine away (action terminate)"
 
 
-def test_a_service_that_is_not_there_is_a_warning() -> None:
+def test_a_missing_service_is_a_warning() -> None:
     (found,) = notices("http://127.0.0.1:9")
     assert found.mark is Mark.WARNING
     assert found.text.startswith("http://127.0.0.1:9 does not answer as aws does (")
@@ -172,7 +172,7 @@ with TinyJob("ckpts", shm_dir=sys.argv[1]) as job:
 
 
 def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path) -> None:
-    """A job that was started before an upgrade, and goes on with the old code."""
+    """A job started before an upgrade, and still with the old code."""
     old = tmp_path / "old"
     shutil.copytree(Path(tierckpt.__file__).parent, old / "tierckpt")
     (old / "tierckpt/_version.py").write_text('__version__ = "0.0.9"\n')

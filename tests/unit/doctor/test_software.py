@@ -1,4 +1,4 @@
-"""Software that is missing, broken, too old or of two kinds, with its cures."""
+"""Software: missing, broken, too old or of two kinds, with its cures."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_torch_fits_the_machine(
     assert (found.mark, text in found.text, cure in found.cure) == (mark, True, True), found
 
 
-def test_an_engine_that_is_not_built_has_a_cure_for_this_machine(
+def test_a_missing_engine_has_a_cure_for_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     probed = {"engine": False, "forbidden": False, "copies": "versions are copied by torch: why"}
@@ -100,9 +100,7 @@ def test_a_package_that_the_settings_need_is_a_cross(monkeypatch: pytest.MonkeyP
     assert found["extras"].cure.startswith("pip install 'tierckpt[compression, encryption")
 
 
-def test_a_package_that_is_broken_is_a_cross(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_package_is_a_cross(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_version", lambda name: "1.0")
     monkeypatch.setattr(software, "_import_problem", lambda name: "GLIBC_2.38 not found")
     found = [each for each in software.extras(Subject()) if each.mark is Mark.CROSS]

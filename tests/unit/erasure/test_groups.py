@@ -30,7 +30,7 @@ asked = st.sampled_from(ASKED)
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[str]:
-    """Nodes with differing numbers of ranks, placed in blocks, in turn, or anyhow."""
+    """Nodes with differing numbers of ranks, placed in blocks, one by one, or anyhow."""
     counts = draw(st.lists(st.integers(1, 5), min_size=1, max_size=25))
     if draw(st.booleans()):
         counts = [counts[0]] * len(counts)

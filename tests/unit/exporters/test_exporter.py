@@ -76,7 +76,7 @@ def test_events_are_recorded_on_a_thread_of_its_own_which_ends_with_the_job() ->
     assert not [thread for thread in threading.enumerate() if "Recording" in thread.name]
 
 
-def test_a_second_job_begins_where_the_first_one_was_left_open() -> None:
+def test_a_second_job_starts_where_the_first_one_was_left_open() -> None:
     """An elastic job makes a checkpointer after each reset, on another number of ranks."""
     exporter = Recording()
     exporter.on_attached(JOB)
@@ -96,7 +96,9 @@ def test_a_failure_is_said_once_until_it_works_again(caplog: pytest.LogCaptureFi
             exporter.error = None
             exporter.on_closed()
     said = [record.getMessage() for record in caplog.records]
-    failed = "Recording does not export; training goes on, and it is tried again. OSError: no space"
+    failed = (
+        "Recording does not export; training continues, and it is tried again. OSError: no space"
+    )
     assert said == [failed, "Recording works again"] * 2
 
 
@@ -113,12 +115,12 @@ def test_an_event_that_cannot_be_recorded_does_not_hide_the_next(
 def test_a_job_ends_although_its_exporter_does_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck, go_on = threading.Event(), threading.Event()
+    stuck, resume = threading.Event(), threading.Event()
 
     class Stuck(Recording):
         def export(self) -> bool:
             stuck.set()
-            return go_on.wait(60)
+            return resume.wait(60)
 
     monkeypatch.setattr(module, "END_SECONDS", 0.01)
     monkeypatch.setattr(module, "MAX_EVENTS", 2)
@@ -130,7 +132,7 @@ def test_a_job_ends_although_its_exporter_does_not(
     for event in EVENTS:  # more than it keeps
         exporter.on_event(event)
     exporter.on_closed()
-    go_on.set()
+    resume.set()
     thread.join(60)
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("Stuck: not all could be exported in 0 s; the job ends")

@@ -53,7 +53,7 @@ def test_a_header_comes_back_as_it_was(
 
 
 NEWER = [getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name)]
-"""Not in the oldest torch that is supported."""
+"""Not in the oldest supported torch."""
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -161,7 +161,7 @@ def test_a_newer_major_version_is_refused_with_the_remedy() -> None:
     )
 
 
-def test_a_placement_that_is_unknown_is_refused() -> None:
+def test_an_unknown_placement_is_refused() -> None:
     """As of a sharded tensor: its elements would be taken for all of it."""
     shard = shard_of({"a": torch.ones(2)}, 0, 1)
     (piece,) = decode_header(shard).pieces

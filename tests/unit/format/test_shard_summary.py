@@ -58,7 +58,7 @@ def test_every_tensor_is_listed_once_and_a_complete_list_is_recognized(
     headers = headers_of(striped, own, ranks)
     contents = contents_of(headers)
     assert contents.specs == {each.name: each for each in striped}
-    assert sum(len(each.begun) for each in contents.outlines) == len(striped)
+    assert sum(len(each.starting) for each in contents.outlines) == len(striped)
     assert contents.whole()
     assert lacking(contents.specs, [counts([header]) for header in headers]) == []
     assert contents.nbytes == sum(h.header_bytes + h.data_bytes for h in headers)
@@ -105,7 +105,7 @@ def test_ten_thousand_ranks_make_a_short_summary() -> None:
         encode_header(plan_layout(striped, [], rank, ranks), 10, {})[0] for rank in (0, 1)
     )
     outlines = ShardSummary.of(0, decode_header(one)), ShardSummary.of(1, decode_header(other))
-    assert sorted(len(outline.begun) for outline in outlines) == [0, tensors]
+    assert sorted(len(outline.starting) for outline in outlines) == [0, tensors]
     small, large = sorted(len(pickle.dumps(outline)) for outline in outlines)
     assert ranks * len(one) > 1e9
     assert large + (ranks - 1) * small < 5e6

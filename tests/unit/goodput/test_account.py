@@ -161,7 +161,7 @@ def test_a_hang_before_a_failure_is_no_lost_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("interrupted", "category"), [(False, "not_running"), (True, "waiting")])
-def test_a_job_that_goes_on_a_day_later(tmp_path: Path, interrupted: bool, category: str) -> None:
+def test_a_job_that_continues_a_day_later(tmp_path: Path, interrupted: bool, category: str) -> None:
     rank = EventStream(tmp_path)
     first_run(rank)
     rank.closed(19, 10, 1.0, "received SIGTERM" if interrupted else "", interrupted)
@@ -283,7 +283,7 @@ def test_elastic_ranks_roll_back_in_memory(tmp_path: Path) -> None:
     assert job.elapsed_seconds == pytest.approx(26)
 
 
-def test_a_clock_that_is_set_changes_no_duration(tmp_path: Path) -> None:
+def test_setting_a_clock_changes_no_duration(tmp_path: Path) -> None:
     rank = EventStream(tmp_path)
     rank.start(0, 3, 4, 5)
     rank.restored(6, 0, 1.0)
@@ -305,9 +305,7 @@ def second_run(rank: EventStream) -> None:
 
 
 @pytest.mark.parametrize("set_seconds", [-3600, 3600])
-def test_a_clock_that_is_set_during_a_run_changes_no_restart(
-    tmp_path: Path, set_seconds: float
-) -> None:
+def test_a_clock_set_during_a_run_changes_no_restart(tmp_path: Path, set_seconds: float) -> None:
     rank = EventStream(tmp_path)
     first_run(rank)
     rank.shift_seconds = set_seconds
@@ -319,7 +317,7 @@ def test_a_clock_that_is_set_during_a_run_changes_no_restart(
     assert job.elapsed_seconds == pytest.approx(35)
 
 
-def test_a_clock_that_is_set_back_between_two_runs(tmp_path: Path) -> None:
+def test_a_clock_set_back_between_two_runs(tmp_path: Path) -> None:
     rank = EventStream(tmp_path)
     first_run(rank)
     rank.shift_seconds = -3600
@@ -328,7 +326,7 @@ def test_a_clock_that_is_set_back_between_two_runs(tmp_path: Path) -> None:
     assert [(run.from_version, run.to_version) for run in job.runs] == [(0, 10), (10, 15)]
     assert job.seconds["relaunch"] == 0
     assert job.elapsed_seconds == pytest.approx(18 + 10), "of both runs"
-    assert any("run 2 began, by its clock, before the end" in note for note in job.notes)
+    assert any("run 2 started, by its clock, before the end" in note for note in job.notes)
 
 
 def test_a_running_job(tmp_path: Path) -> None:

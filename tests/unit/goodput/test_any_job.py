@@ -97,12 +97,12 @@ class Job:
             stream.restored(self.now, self.version, life.restore)
         self.last = self.now
 
-    def _train(self, life: Life, run: str, begun: int) -> None:
+    def _train(self, life: Life, run: str, started: int) -> None:
         stall = 0.0
         for number, (steps, took, share) in enumerate(life.steps):
             self.version += max(steps, int(number == 0))
             self.now, stall = self.now + took, stall + took * share
-            facts = {"begun": begun, "run": run} if number == 0 else {}
+            facts = {"begun": started, "run": run} if number == 0 else {}
             for stream in self.streams:
                 more = stall * (1 + stream.rank)
                 stream.progress(self.now, self.version, more, **facts)
@@ -122,7 +122,7 @@ def test_parts_sum_to_the_job_s_time(all_lives: list[Life], ranks: int) -> None:
     assert sum(part.seconds for part in parts) == pytest.approx(job.last - job.began, abs=1e-4)
     assert sum(found.seconds.values()) == pytest.approx(job.last - job.began, abs=1e-4)
     for one, after in pairwise(parts):
-        assert one.begin + one.seconds == pytest.approx(after.begin, abs=1e-4)
+        assert one.start + one.seconds == pytest.approx(after.start, abs=1e-4)
     assert 0 <= found.goodput <= 1
     assert 0 <= found.lost_steps <= found.made_steps
     # The steps that count lead from nothing to the newest version.

@@ -49,7 +49,7 @@ def test_the_first_boundary_after_each_start_is_recorded(tmp_path: Path) -> None
     rank.beat.attached(JOB)
     for version in (1, 2, 3):
         rank.boundary(version)
-    rank.beat.goes_on_from(restored(2), VersionId(1, 2), 2)
+    rank.beat.continues_from(restored(2), VersionId(1, 2), 2)
     for version in (3, 4):
         rank.boundary(version)
     assert [line["version"] for line in rank.lines()] == [1, 3]
@@ -79,7 +79,7 @@ def test_stalls_are_sums_since_the_last_restore(tmp_path: Path) -> None:
     with rank.beat.saving(trained=True):
         rank.beat.boundary_ends(boundary_at(3, long_ago))
     rank.boundary(4)
-    rank.beat.goes_on_from(restored(4), VersionId(1, 4), 2)
+    rank.beat.continues_from(restored(4), VersionId(1, 4), 2)
     rank.boundary(5)
     rounded = [
         [round(line["seconds"][name], -1) for name in ("boundary", "barrier", "save")]
@@ -103,10 +103,10 @@ def test_an_end_without_close_leaves_the_last_state(tmp_path: Path) -> None:
 def test_the_start_of_the_process_is_the_system_s(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=1)
     (line,) = rank.lines("started")
-    began = line["time_seconds"] - sum(line["seconds"].values())
+    started = line["time_seconds"] - sum(line["seconds"].values())
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    assert began == pytest.approx(boot + int(stat[19]) / os.sysconf("SC_CLK_TCK"), abs=0.5)
+    assert started == pytest.approx(boot + int(stat[19]) / os.sysconf("SC_CLK_TCK"), abs=0.5)
     assert (line["facts"]["world"], line["facts"]["pid"]) == (2, os.getpid())
     assert min(line["seconds"].values()) >= 0
     rank.log.close()
@@ -145,7 +145,7 @@ def test_nothing_is_written_without_a_folder() -> None:
     beat = Heartbeat(log, 0, 1, time.monotonic())
     beat.attached(JOB)
     beat.boundary_ends(boundary_at(1))
-    beat.goes_on_from(restored(1), VersionId(1, 1), 2)
+    beat.continues_from(restored(1), VersionId(1, 1), 2)
     beat.boundary_ends(boundary_at(2))
     beat.left(abandoned=True)
     log.close()

@@ -48,7 +48,7 @@ def test_a_record_that_lacks_its_fields_is_left_out(tmp_path: Path) -> None:
     assert notes == [f"{stream.path}: 2 unreadable lines were left out"]
 
 
-def test_a_file_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+def test_a_file_given_twice_counts_once(tmp_path: Path) -> None:
     stream = started(tmp_path)
     assert event_files([tmp_path, stream.path]) == [stream.path]
 

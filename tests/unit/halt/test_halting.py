@@ -217,7 +217,7 @@ def test_the_command_names_the_job_that_will_read_the_request(
 def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing folder above it may be a file system that is not mounted."""
+    """A missing folder above it may be an unmounted file system."""
     assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
     assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
     assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
@@ -307,7 +307,7 @@ def test_a_request_that_cannot_be_read_is_named_with_the_way_out(
     assert request_file.read(tmp_path) == HaltRequest(now=True)
 
 
-def test_the_command_names_the_job_whose_margin_counts(
+def test_the_command_names_the_job_with_the_margin_that_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
@@ -660,7 +660,7 @@ def test_a_missing_end_of_the_allocation_is_reported_once(make_rank: Any) -> Non
     assert "SLURM_JOB_END_TIME is not set" in rank.texts()
 
 
-def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
+def test_a_past_end_is_not_heeded(make_rank: Any) -> None:
     """A job with an extended allocation still has the old end in its environment."""
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
     assert rank.halting.wish(1)[0] is Reason.NONE
@@ -713,7 +713,7 @@ def test_the_time_that_a_signal_grants_counts_from_its_arrival(
     assert halting.seconds_for_others() == pytest.approx(20 - 12, abs=1)
 
 
-def test_an_end_that_is_no_time_is_shown_as_it_is(make_rank: Any) -> None:
+def test_an_end_but_no_time_is_shown_as_it_is(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
     rank.halting.wish(1)
     assert "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds" in rank.texts()

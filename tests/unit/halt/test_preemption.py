@@ -95,10 +95,10 @@ def test_google_grants_thirty_seconds(watch: Watch) -> None:
         assert found.notice is None
         assert not found.problem
         cloud.preempted = True
-        begin = time.time()
+        first = time.time()
         until(lambda: found.notice)
         end = found.notice.end_seconds  # type: ignore[union-attr]
-        assert begin + 30 <= end <= time.time() + 30
+        assert first + 30 <= end <= time.time() + 30
         asked_again(server)
         assert found.notice.end_seconds == end  # type: ignore[union-attr]
         found.close()
@@ -248,7 +248,7 @@ def test_an_end_far_ahead_has_time(wanted: float, make_rank: Any) -> None:
         rank.halting.close()
 
 
-def test_a_service_that_is_away_is_reported_once(make_rank: Any) -> None:
+def test_an_absent_service_is_reported_once(make_rank: Any) -> None:
     with serving(lambda *request: (500, "")) as server:
         rank = make_rank(0, halt_notices=f"aws {server.endpoint}")
         until(lambda: rank.halting._preemption.problem)

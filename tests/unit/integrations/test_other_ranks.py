@@ -29,7 +29,7 @@ def loader(batch: int) -> PlaceOfAnyRanks[list[int]]:
 
 
 class _NoBatchSize:
-    """A framework's loader, whose batch size is not visible."""
+    """A framework's loader without a visible batch size."""
 
     def __init__(self, data: DataLoader[object]) -> None:
         self._data = data
@@ -82,7 +82,7 @@ def test_other_samples_are_refused_with_numbers_that_fit(
 
 
 @pytest.mark.parametrize(("taken", "left"), [(1, [8, 9]), (2, [16, 17]), (3, [])])
-def test_a_place_goes_on_with_the_next_samples(taken: int, left: list[int]) -> None:
+def test_a_place_continues_with_the_next_samples(taken: int, left: list[int]) -> None:
     """Batches of 8 by one rank become batches of 2: the last one was filled up."""
     saved, now = loader(8), loader(2)
     batches = iter(saved)
@@ -105,7 +105,7 @@ def test_a_prefetched_batch_is_loaded_again() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_pass_without_a_batch_begins_anew(ahead: int) -> None:
+def test_a_pass_without_a_batch_starts_again(ahead: int) -> None:
     saved, now = PlaceOfAnyRanks(_NoBatchSize(loader(4).loader._data), ahead=ahead), loader(2)
     iter(saved)
     now.load_of_other_ranks(saved.state_dict(), 2)
@@ -138,7 +138,7 @@ def sampler_over(kind: str) -> Sampler[int]:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("random", 0), ("distributed", 0), ("by length", 6)])
-def test_samplers_whose_order_depends_on_a_batch_size(kind: str, size: int) -> None:
+def test_samplers_with_an_order_that_depends_on_a_batch_size(kind: str, size: int) -> None:
     batches = BatchSampler(sampler_over(kind), 4, drop_last=False)
     data = TensorDataset(arange(20))
     for each in (batches, BatchSamplerShard(batches, 2, 0)):

@@ -29,8 +29,10 @@ def keys(*ids: VersionId, run_id: str = RUN) -> list[RecordKey]:
     return [RecordKey(after, id_, run_id, 1) for after, id_ in pairwise(ids)]
 
 
-def ids_of(base: VersionId, *ranks: list[RecordKey], **began: tuple[int, int]) -> list[VersionId]:
-    return [key.id for key in chain_from(base, ranks, **began)]
+def ids_of(
+    base: VersionId, *ranks: list[RecordKey], **rollback: tuple[int, int]
+) -> list[VersionId]:
+    return [key.id for key in chain_from(base, ranks, **rollback)]
 
 
 def test_the_rank_with_the_shortest_journal_ends_it() -> None:
@@ -58,7 +60,7 @@ def test_records_of_two_runs_with_the_same_number_are_not_mixed() -> None:
     assert ids_of(v(4), [*one, *other], one) == [v(5), v(6)]
 
 
-def test_it_goes_on_through_runs_and_the_newer_one_counts() -> None:
+def test_it_continues_through_runs_and_the_newer_one_counts() -> None:
     first = keys(v(4), v(5), v(6))
     second = keys(v(5), v(6, 2), v(7, 2))
     both = [*first, *second]
@@ -68,9 +70,9 @@ def test_it_goes_on_through_runs_and_the_newer_one_counts() -> None:
 
 def test_records_that_a_rollback_gave_up_do_not_count() -> None:
     first = keys(v(4), v(5), v(6), v(7))
-    assert ids_of(v(4), first, began=(2, 4)) == []
-    assert ids_of(v(4), first, began=(2, 6)) == [v(5), v(6)]
-    assert ids_of(v(4), first, began=(1, 0)) == [v(5), v(6), v(7)]
+    assert ids_of(v(4), first, rollback=(2, 4)) == []
+    assert ids_of(v(4), first, rollback=(2, 6)) == [v(5), v(6)]
+    assert ids_of(v(4), first, rollback=(1, 0)) == [v(5), v(6), v(7)]
 
 
 def test_files_before_the_versions_that_stay_are_outdated() -> None:
@@ -104,7 +106,7 @@ def test_names_and_heads_are_read_as_they_were_written() -> None:
         FrameHead.decode(data[:63])
 
 
-def test_a_restart_begins_with_a_protected_version_that_is_not_too_old() -> None:
+def test_a_restart_starts_with_a_protected_version_not_too_old() -> None:
     assert rebuildable(v(9), v(5), 4) == v(5)
     assert rebuildable(v(9), v(5), 3) == v(9)
     assert rebuildable(v(9), None, 4) == v(9)

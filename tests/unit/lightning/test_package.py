@@ -99,7 +99,7 @@ def test_another_object_than_a_trainer_is_refused(lightning: Any) -> None:
         checked(SimpleNamespace())
 
 
-def test_a_callback_derives_from_the_base_class_of_every_package_that_is_imported(
+def test_a_callback_derives_from_the_base_class_of_every_imported_package(
     lightning: Any,
 ) -> None:
     other = sys.modules["pytorch_lightning"].Callback

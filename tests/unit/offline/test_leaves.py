@@ -91,7 +91,7 @@ def test_a_difference_in_one_element_is_found(kept: Callable[[int], Any]) -> Non
     assert prints(kept(1)) != prints(kept(2))
 
 
-def test_a_class_that_is_not_imported_hides_no_difference() -> None:
+def test_a_class_not_imported_hides_no_difference() -> None:
     one, other = (
         leaves_of({"extra": ForeignValue("far:State", {"codes": counted(at)})}) for at in (1, 2)
     )

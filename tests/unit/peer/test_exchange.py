@@ -92,11 +92,11 @@ def test_exchanges_of_several_versions_at_once_are_not_confused(tmp_path: Path) 
     code = Code(3, 1, 1)
     with Members(tmp_path, code, [2 * MIB, MIB, 3 * MIB]) as members:
         threads = []
-        for version in (1, 2, 3):  # members begin versions in their order, as trainers seal them
+        for version in (1, 2, 3):  # members start versions in their order, as trainers seal them
             for member in (0, 1):
                 threads.append(members.start(members.exchange(member, version)))
                 wait_until(lambda m=member, v=version: len(members.transports[m]._hosts) == v)
-        # All three are in progress at two members before the third begins any.
+        # All three are in progress at two members before the third starts any.
         for version in (1, 2, 3):
             threads.append(members.start(members.exchange(2, version)))
             wait_until(lambda v=version: VersionId(1, v) in members.transports[2]._latest.values())
@@ -156,7 +156,7 @@ def test_lost_parities_are_made_again_beside_those_that_are_there(tmp_path: Path
             assert file.stat().st_ino == inodes[member], "those that were there are not touched"
 
 
-def test_a_shard_that_is_not_the_members_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_shard_of_another_member_is_an_error_at_once(tmp_path: Path) -> None:
     with Members(tmp_path, Code(3, 2, 1), [8192] * 3) as members:
         right = members.exchange(0)
         party, shard = right._party, right._shard

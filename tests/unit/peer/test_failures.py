@@ -1,4 +1,4 @@
-"""A peer that is gone, late, skips, restarts, or is another process; and this side giving up.
+"""A peer: gone, late, skipping, restarted, or another process; and this side giving up.
 
 In each case the error names the peer, nothing unfinished is visible, and the next version works.
 """
@@ -49,19 +49,19 @@ def check_next_version(members: Members, version: int = 2) -> None:
 # --- missing peers -------------------------------------------------------------------------------
 
 
-def test_a_member_that_never_begins_is_named_when_the_limit_is_over(tmp_path: Path) -> None:
+def test_a_member_that_never_starts_is_named_when_the_limit_is_over(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
         members.run([members.exchange(0), members.exchange(2)])
         for member in (0, 2):
             error = members.errors[member]
             assert isinstance(error, PeerError)
             assert f"rank {rank_of(1)} ({members.addresses[1]})" in str(error)
-            assert "did not begin v1 within 0.3 s" in str(error)
+            assert "did not start v1 within 0.3 s" in str(error)
         assert nothing_of(tmp_path, 1)
         check_next_version(members)
 
 
-def test_a_member_whose_agent_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_member_without_its_agent_is_named(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
         members.transports[1].close()
         members.run([members.exchange(0)])
@@ -73,7 +73,7 @@ def test_a_member_whose_agent_is_gone_is_named(tmp_path: Path) -> None:
         check_next_version(members)
 
 
-def test_an_agent_that_is_back_at_its_port_is_found_though_connections_were_kept(
+def test_an_agent_back_at_its_port_is_found_though_connections_were_kept(
     tmp_path: Path,
 ) -> None:
     with Members(tmp_path, CODE, LENGTHS) as members:
@@ -92,10 +92,10 @@ def test_a_member_that_could_not_be_reached_is_waited_for_less_the_next_time(
         port = members.addresses[1].port
         members.transports[1].close()
         members.run([members.exchange(0)])
-        assert "did not begin v1 within 0.3 s" in str(members.errors[0])
+        assert "did not start v1 within 0.3 s" in str(members.errors[0])
         members.transports[0].limits = replace(QUICK, join_seconds=1000.0, again_seconds=0.4)
         members.run([members.exchange(0, 2)])
-        assert "did not begin v2 within 0.4 s" in str(members.errors[0])
+        assert "did not start v2 within 0.4 s" in str(members.errors[0])
         members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
         for member in (0, 2):
             members.transports[member].limits = replace(QUICK, again_seconds=QUICK.join_seconds)
@@ -262,12 +262,12 @@ def test_a_member_that_waits_for_a_third_one_is_not_blamed(
         stopped.set()
         threads[1].join()
         where = f"rank {rank_of(1)} ({members.addresses[1]})"
-        assert f"{where} did not begin v1 within 2 s" in str(members.errors[2])
+        assert f"{where} did not start v1 within 2 s" in str(members.errors[2])
         assert where in str(members.errors[0])
         check_next_version(members)
 
 
-def test_one_that_is_at_work_itself_is_not_blamed_at_once(
+def test_one_at_work_itself_is_not_blamed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Member 1's disk takes longer than the limit, until one of the others has asked it for the
@@ -315,7 +315,7 @@ def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
         assert asks._blame._replies[1] == "it does not answer"
 
 
-def test_one_that_is_slow_is_not_blamed_alone(tmp_path: Path) -> None:
+def test_a_slow_one_is_not_blamed_alone(tmp_path: Path) -> None:
     """Member 1 answers, with a slow disk perhaps, while member 2 hangs: the error names both."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         slow, asks = members.exchange(1), members.exchange(0)
@@ -696,7 +696,7 @@ def test_values_that_other_nodes_could_not_use_are_refused_by_name(wrong: str, w
         own_host(wrong)
 
 
-def test_another_node_whose_name_is_unknown_here_is_named_in_the_error() -> None:
+def test_another_node_of_unknown_name_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError) as caught:
         own_host(towards="nd1.invalid")
     assert "'nd1.invalid' is no known host" in str(caught.value)

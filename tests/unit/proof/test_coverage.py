@@ -13,7 +13,7 @@ from tierckpt.proof import recorder
 from tierckpt.proof.records import RankRun, Writer, read
 from tierckpt.proof.verdict import Request, coverage_gaps, over_epochs
 
-ASKED = Request(begin=0, kill_after=5, steps=10)
+ASKED = Request(start=0, kill_after=5, steps=10)
 SAME = {
     "model/w": "#1",
     "options/o[0]/lr": "float 0.1",

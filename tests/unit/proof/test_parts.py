@@ -79,7 +79,7 @@ def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"until": "x", "keep": 1, "kill_at": 1}'])
-def test_a_job_whose_order_cannot_be_read_does_not_start(
+def test_a_job_with_an_unreadable_order_does_not_start(
     content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would write to the user's checkpoints."""
@@ -271,7 +271,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(
         assert ") Z " in Path(f"/proc/{Path('pid').read_text().strip()}/stat").read_text()
 
 
-def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
+def test_the_named_error_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
     """Not the error of ranks killed earlier, nor that of the launcher about its ranks."""
     order = ProofOrder(tmp_path / "run", until=3)
     order.write()

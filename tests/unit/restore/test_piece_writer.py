@@ -38,5 +38,5 @@ def test_every_piece_is_met_whatever_the_windows(window_bytes: int) -> None:
         low, high = high, min(high + window_bytes, len(image))
     assert met == {spec.name for spec in specs}
     for piece in pieces:
-        begin = len(header) + piece.offset
-        assert made[piece.spec.name].numpy().tobytes() == image[begin : begin + piece.nbytes]
+        start = len(header) + piece.offset
+        assert made[piece.spec.name].numpy().tobytes() == image[start : start + piece.nbytes]

@@ -38,9 +38,9 @@ def shown_by(progress: Progress) -> str:
     """The terminal's output during a restore."""
     terminal = Terminal()
     with redirect_stderr(terminal):
-        progress.begin("verifying v7")
+        progress.start_phase("verifying v7")
         progress.advance(1000)
-        progress.begin("loading v7", 2000)
+        progress.start_phase("loading v7", 2000)
         progress.advance(2000)
         progress.close()
         progress.advance(1)
@@ -65,14 +65,14 @@ class Gone(Terminal):
         raise BrokenPipeError(32, "the terminal is gone")
 
 
-def test_a_terminal_that_is_gone_takes_the_bar_along_and_not_the_restore(
+def test_a_closed_terminal_takes_the_bar_along_and_not_the_restore(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An error here would be raised on this rank alone, and the others would wait for it."""
     monkeypatch.setenv("TERM", "xterm")
     progress = Progress(True, patience_seconds=0.0)
     with redirect_stderr(Gone()):
-        progress.begin("verifying v7")
+        progress.start_phase("verifying v7")
         progress.advance(1000)
         progress.close()
 

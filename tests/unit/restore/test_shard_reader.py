@@ -147,9 +147,7 @@ def test_sound_parts_are_shown_in_order_up_to_the_first_damage(
     assert shown[1] == disk.stored[1][: run.high]
 
 
-def test_a_shard_that_is_short_or_cannot_be_opened_is_lost(
-    disk: Disk, pool: ThreadPoolExecutor
-) -> None:
+def test_a_short_or_unreadable_shard_is_lost(disk: Disk, pool: ThreadPoolExecutor) -> None:
     del disk.stored[0][-4096:]
     disk.broken.add(2)
     failures, images, reads = read(pool, TransferStats())

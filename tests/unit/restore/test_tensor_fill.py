@@ -52,7 +52,7 @@ def pages_there(tensor: torch.Tensor) -> int:
 
 def foresee(new: TensorPreallocator, *headers: ShardHeader) -> None:
     """As a restore does for each attempt."""
-    new.begin(wanted=True)
+    new.start(wanted=True)
     for header in headers:
         new.foresee(header)
     new.foreseen(touch=True)
@@ -178,6 +178,6 @@ def test_values_filled_from_one_version_are_not_those_of_the_next() -> None:
     for piece in large:
         new.make(piece.spec, "cpu")
         assert not new.has(0, piece)
-    new.begin(wanted=False)  # no memory for them beside the fetched shards
+    new.start(wanted=False)  # no memory for them beside the fetched shards
     new.foresee(header)
     assert new._made == {}

@@ -101,7 +101,7 @@ def test_the_same_seed_gives_the_same_course() -> None:
     assert len(walls) > 1, "replicas differ"
 
 
-def test_a_node_that_is_lost_needs_another_place() -> None:
+def test_a_lost_node_needs_another_place() -> None:
     failures = Failures(job_every_seconds=2000.0, node_share=1.0)
     job = Job(ranks=16, length_seconds=DAY, step_seconds=1.0)
     no_store = course(scenario(MEMORY, LOCAL, failures=failures, job=job))

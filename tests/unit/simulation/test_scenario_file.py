@@ -1,4 +1,4 @@
-"""Scenario files: what is read, and what is refused, in words."""
+"""Scenario files: what is read, and what is refused, with a text."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_later_values_win() -> None:
         ({"replicas": 0}, "replicas is 0"),
     ],
 )
-def test_nonsense_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+def test_nonsense_is_refused_with_a_text(changes: dict[str, Any], words: str) -> None:
     assert words in refusal(**changes)
 
 

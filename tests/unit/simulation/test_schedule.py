@@ -12,7 +12,7 @@ STALLS = st.sampled_from([0.0, 0.001, 0.3, 7.5])
 
 
 def walked(schedule: Schedule, position: float, every: int) -> int:
-    """The newest version whose stall is over, found by walking."""
+    """The newest version with its stall over, found by walking."""
     at, newest, version = 0.0, 0, 0
     while True:
         version += 1

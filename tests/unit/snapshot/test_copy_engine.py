@@ -164,12 +164,12 @@ def test_several_threads_share_the_blocks(engine: Engine) -> None:
 
 def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) -> None:
     memory = Memory([[100], [200]])
-    inside, helped, go_on = threading.Event(), threading.Event(), threading.Event()
+    inside, helped, resume = threading.Event(), threading.Event(), threading.Event()
 
     def hold(_address: int, nbytes: int) -> int:
         if nbytes == 100:
             inside.set()
-            go_on.wait(120.0)
+            resume.wait(120.0)
         else:
             helped.set()
         return nbytes
@@ -182,7 +182,7 @@ def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) 
         with running(job.help) as helper:
             assert helped.wait(120.0)
             assert helper == worker == []
-            go_on.set()
+            resume.set()
     assert worker == helper == [Progress.COMPLETE]
 
 
@@ -244,7 +244,7 @@ def test_a_posted_job_is_copied_with_head_and_tail(engine: Engine) -> None:
         job = Job(engine, memory.table)
         posted, image = post(desk, job, memory)
         assert posted
-    assert served == [Progress.COMPLETE]  # nobody has settled it
+    assert served == [Progress.COMPLETE]  # no thread has settled it
     tail = TAIL.ljust(ROOM, b"\0")
     assert image.tobytes() == HEAD + memory.expected() + tail
     assert job.results()[2] == digest(HEAD) + memory.digests() + digest(tail)
@@ -267,7 +267,7 @@ def test_the_copier_serves_one_job_after_another_and_returns_for_none_of_them(
     assert served == [Progress.UNFINISHED]
 
 
-def test_a_settled_job_that_no_thread_has_begun_makes_room(engine: Engine) -> None:
+def test_a_settled_job_that_no_thread_has_started_makes_room(engine: Engine) -> None:
     memory, desk = Memory([[100]]), Desk(engine)
     first, second = Job(engine, memory.table), Job(engine, memory.table)
     assert post(desk, first, memory)[0]
@@ -298,12 +298,12 @@ def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Engine) -> No
 
 def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Engine) -> None:
     memory, desk = Memory([[100], [200]]), Desk(own_engine)
-    inside, go_on = threading.Event(), threading.Event()
+    inside, resume = threading.Event(), threading.Event()
 
     def hold(_address: int, nbytes: int) -> int:
         if nbytes == 100:
             inside.set()
-            go_on.wait(120.0)
+            resume.wait(120.0)
         return nbytes
 
     replace_hash(own_engine, hold)
@@ -313,7 +313,7 @@ def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Engine) -> 
         assert inside.wait(120.0)
         job.abort()
         assert job.copying
-        go_on.set()
+        resume.set()
     assert served == [Progress.ABORTED]
     assert not job.copying
 
@@ -378,7 +378,7 @@ def test_without_a_hash_library_the_reason_is_named(monkeypatch: pytest.MonkeyPa
     assert "/no/such/library.so" in copy_engine.describe()
 
 
-def test_a_library_that_is_used_is_named(engine: Engine) -> None:
+def test_a_used_library_is_named(engine: Engine) -> None:
     assert engine.path in copy_engine.describe()
 
 

@@ -42,7 +42,7 @@ def test_so_it_is_when_the_tree_has_become_smaller(plan: CopyPlan, tree_bytes: i
 def test_a_tree_that_varies_a_little_has_one_header_and_one_length(
     plan: CopyPlan, tree_bytes: int
 ) -> None:
-    """A slot that is a file must have exactly the length, and a codec's base the same blocks."""
+    """A slot as a file must have exactly the length, and a codec's base the same blocks."""
     first, length = plan.header(tree_bytes)
     for varied in (tree_bytes - 90, tree_bytes + 90, tree_bytes * 101 // 100, tree_bytes):
         again, its_length = plan.header(varied)

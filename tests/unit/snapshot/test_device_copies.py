@@ -122,9 +122,7 @@ def test_digests_are_those_of_the_blocks(
     assert device.copies.hash(sources, blocks, target.ctypes.data) == expected
 
 
-def test_a_copy_that_is_refused_is_an_error(
-    plan: CopyPlan, sources: Sources, device: LateDevice
-) -> None:
+def test_a_refused_copy_is_an_error(plan: CopyPlan, sources: Sources, device: LateDevice) -> None:
     device.error = 700
     target = np.zeros(plan.layout.nbytes, np.uint8)
     with pytest.raises(DeviceCopyError, match="error 700"):

@@ -195,7 +195,7 @@ def test_a_value_that_was_put_back_is_none() -> None:
     assert dicts.stand()
 
 
-def test_an_empty_dict_that_is_filled_is_seen() -> None:
+def test_filling_an_empty_dict_is_seen() -> None:
     held: list[dict[Any, Any]] = [{} for _ in range(MANY)]
     dicts = copy_plan._Dicts(held, MANY)
     held[9]["new"] = 1

@@ -100,7 +100,7 @@ def test_generators_of_the_process_and_of_nothing_are_not_found() -> None:
     assert paths(iter([named])) == set()
 
 
-def test_a_loader_that_is_its_own_iterator_is_searched_and_its_iterator_is_not() -> None:
+def test_a_loader_as_its_own_iterator_is_searched_and_its_iterator_is_not() -> None:
     class Loader(Jitter):
         def __init__(self) -> None:
             super().__init__()

@@ -179,7 +179,7 @@ def test_hooks_that_come_later_are_followed(settings: Any) -> None:
     assert tierckpt.load(settings["path"]).model["1.count"] == count_within(model)
 
 
-def test_a_state_dict_that_is_replaced_later_is_followed(settings: Any) -> None:
+def test_a_state_dict_replaced_later_is_followed(settings: Any) -> None:
     """As in scripts that train adapters."""
     for where in (0, ""):
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))

@@ -11,7 +11,7 @@ from tierckpt.state.training_state import Placements
 
 
 class Model(torch.nn.Module):
-    """A layer, an embedding whose rows the forward pass scales, and a weight beside."""
+    """A layer, an embedding with rows scaled by the forward pass, and a weight beside."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -196,7 +196,7 @@ def test_a_shared_buffer_is_there_once() -> None:
     assert len(names) == len(set(names)) == 5
 
 
-def test_optimizer_state_that_is_no_tensor_goes_into_the_tree() -> None:
+def test_optimizer_state_but_no_tensor_goes_into_the_tree() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
 
@@ -251,7 +251,7 @@ def test_a_sharding_optimizer_is_refused() -> None:
     assert "inner optimizer class" in said
 
 
-def test_an_optimizer_that_is_none_is_refused() -> None:
+def test_none_as_optimizer_is_refused() -> None:
     said = refused(lambda: TrainingState(nn.Linear(1, 1), {"o": object()}))  # type: ignore[dict-item]
     assert "object is not a torch.optim.Optimizer" in said
 

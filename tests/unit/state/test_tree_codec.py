@@ -298,7 +298,7 @@ def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
     assert target.numpy().tobytes() == expected + bytes(70)
 
 
-def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
+def test_a_tensor_goes_with_its_last_copied_byte() -> None:
     count = tree_codec.SMALL_BYTES + 100  # smaller ones are copied at once
     arrays = [np.ones(count, dtype=np.uint8), np.ones(count, dtype=np.uint8)]
     memory = [weakref.ref(array) for array in arrays]

@@ -1,4 +1,4 @@
-"""Fingerprints of batches: equal for equal ones, and other ones differ in words."""
+"""Fingerprints of batches: equal for equal ones, and others differ as text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lazy:
 
 
 def made(number: float = 0) -> dict[str, Any]:
-    """A batch of everything, whose values depend on `number`."""
+    """A batch of everything, with values that depend on `number`."""
     source = torch.Generator().manual_seed(int(1000 * number))
     image = torch.rand(64, 3, 40, 40, generator=source)
     array = image.numpy()
@@ -108,7 +108,7 @@ def image(number: int = 0, rows: int = 8) -> torch.Tensor:
         (["/a/1.png", "/a/2.png"], ["/a/1.png", "/a/3.png"], "the batch differs"),
     ],
 )
-def test_differences_are_in_words(had: Any, has: Any, said: str) -> None:
+def test_differences_are_text(had: Any, has: Any, said: str) -> None:
     found = difference(seen(had), fingerprint(has))
     assert said in found
     assert bool(said) == bool(found)

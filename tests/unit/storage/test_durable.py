@@ -84,7 +84,7 @@ def test_the_persistent_level_makes_its_own_folder_durable_and_no_other(
 
 
 def test_so_does_the_check_of_a_nodes_health_that_comes_before(root: Path, calls: Calls) -> None:
-    """It would give the level an existing folder that is not its own."""
+    """It would give the level an existing folder, not its own."""
     assert check_directory(Need(str(root / "a" / "b"), make=True)) == ""
     assert calls == MADE
 

@@ -21,12 +21,12 @@ def test_a_file_is_locked_until_it_is_closed_and_others_can_be_probed_meanwhile(
     other.touch()
     fd = os.open(slow, os.O_RDWR | os.O_CREAT)
     assert file_lock.lock(fd, slow)
-    closing, go_on, close = threading.Event(), threading.Event(), os.close
+    closing, resume, close = threading.Event(), threading.Event(), os.close
 
     def hang(number: int) -> None:
         if number == fd:
             closing.set()
-            assert go_on.wait(60)
+            assert resume.wait(60)
         close(number)
 
     monkeypatch.setattr(os, "close", hang)
@@ -38,7 +38,7 @@ def test_a_file_is_locked_until_it_is_closed_and_others_can_be_probed_meanwhile(
         assert not file_lock.unlocked(slow)
         assert file_lock.unlocked(other)
     finally:
-        go_on.set()
+        resume.set()
         thread.join()
     assert not file_lock.held_here(slow)
     assert file_lock.unlocked(slow)

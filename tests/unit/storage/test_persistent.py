@@ -180,16 +180,16 @@ def test_every_node_has_its_turn_before_long(
 
 
 def windows_of(
-    turns: TimeSlots, begin: float, seconds: float, window_seconds: float
+    turns: TimeSlots, first: float, seconds: float, window_seconds: float
 ) -> list[float]:
-    """The times when a node begins each of its windows."""
-    now, begun = begin, []
+    """The times when a node starts each of its windows."""
+    now, started = first, []
     for _ in range(math.ceil(seconds / window_seconds)):
         while wait := turns.wait_seconds(now):
             now += wait + 1e-3
-        begun.append(now)
+        started.append(now)
         now += window_seconds
-    return begun
+    return started
 
 
 @pytest.mark.parametrize("longest_seconds", [1.0, 10.0, 31.0])
@@ -197,19 +197,19 @@ def test_ten_thousand_nodes_are_through_soon_after_the_least_time_there_is(
     longest_seconds: float,
 ) -> None:
     """Work differs, and one node in ten has none. 100 at once, so 100 turns a round."""
-    nodes, at_once, window_seconds, begin = 10_000, 100, 0.5, 1_234_567.8
+    nodes, at_once, window_seconds, first = 10_000, 100, 0.5, 1_234_567.8
     busy: dict[int, set[int]] = {}
     ends = []
     for node in range(nodes):
         turns = TimeSlots(node, nodes, at_once)
         seconds = longest_seconds * (node * 7919 % 10) / 9
-        begun = windows_of(turns, begin, seconds, window_seconds)
-        for at in begun:
+        started = windows_of(turns, first, seconds, window_seconds)
+        for at in started:
             busy.setdefault(int(at / turns.turn_seconds), set()).add(node)
-        ends += [at + window_seconds for at in begun[-1:]]
+        ends += [at + window_seconds for at in started[-1:]]
     assert max(map(len, busy.values())) <= at_once
     rounds = math.ceil(longest_seconds / turns.turn_seconds) + 1
-    assert max(ends) - begin <= rounds * turns.count * turns.turn_seconds
+    assert max(ends) - first <= rounds * turns.count * turns.turn_seconds
     assert turns.turn_seconds <= 5.0, "a round without work for anybody is that many seconds each"
 
 
@@ -254,17 +254,17 @@ def test_a_pace_waits_for_its_turn_and_for_its_bandwidth() -> None:
 
 def test_a_superseded_flush_ends_while_it_waits() -> None:
     clock, kept = FakeClock(), []
-    begin = clock.now()
+    first = clock.now()
     pace = FlushPacer(
         turns=TimeSlots(1, 1000, 1, 60.0),
-        superseded=lambda: clock.now() > begin + 3,
+        superseded=lambda: clock.now() > first + 3,
         keep=lambda: kept.append(clock.now()),
         clock=clock,
     )
-    clock.seconds = begin = 120_060.5 - 3600  # far from its turn
+    clock.seconds = first = 120_060.5 - 3600  # far from its turn
     with pytest.raises(FlushCancelledError, match="superseded"):
         pace(1)
-    assert clock.now() <= begin + 4
+    assert clock.now() <= first + 4
     assert len(kept) >= 6
 
 

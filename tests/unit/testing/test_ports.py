@@ -1,4 +1,4 @@
-"""Ports that nobody else gets before a server has them."""
+"""Ports that no other gets before a server has them."""
 
 from __future__ import annotations
 

@@ -76,9 +76,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("have", ["2.4.0", "2.13.0+cpu", "2.13.0+cu130", "2.14.0a0+git1234", "3.0"])
-def test_a_torch_that_is_there_and_new_enough_is_used(
-    have: str, gpu: bool, machine: Machine
-) -> None:
+def test_an_installed_torch_new_enough_is_used(have: str, gpu: bool, machine: Machine) -> None:
     machine.torch, machine.gpu, machine.build = have, gpu, CUDA_BUILD
     machine.install_torch()
     assert machine.asked == machine.installed == []
@@ -99,7 +97,7 @@ def test_with_a_gpu_the_build_for_it_is_taken_unasked(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("have", [None, "2.3.1"])
-def test_without_a_gpu_nothing_is_installed_that_is_made_for_one(
+def test_without_a_gpu_nothing_made_for_one_is_installed(
     have: str | None, machine: Machine
 ) -> None:
     machine.torch, machine.build = have, CUDA_BUILD
@@ -135,7 +133,7 @@ IT_IS_NOT = ["--pre", INDEX, "torchvision", "torch-optimizer", "--find-links tor
 
 @pytest.mark.parametrize("have", [None, "2.13.0"])
 @pytest.mark.parametrize("words", TORCH_IS_NAMED)
-def test_the_torch_that_is_asked_for_is_installed_and_no_other(
+def test_the_wanted_torch_is_installed_and_no_other(
     words: str, have: str | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.torch, machine.build = have, CUDA_BUILD
@@ -188,7 +186,7 @@ def test_a_gpu_is_one_that_the_driver_lists(
     assert bootstrap.has_gpu() is found
 
 
-def test_so_is_one_whose_device_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_one_with_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
     monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/dev/nvidia0")
     assert bootstrap.has_gpu()
@@ -234,7 +232,7 @@ def test_the_systems_torch_is_seen_from_a_new_environment(
     assert ["--system-site-packages" in command for command in made_with] == [shared]
 
 
-def test_one_that_is_there_is_completed_and_not_made_again(
+def test_an_existing_one_is_completed_and_not_made_again(
     machine: Machine, made_with: list[list[str]], tmp_path: Path
 ) -> None:
     bootstrap.make_venv(tmp_path / "venv")
@@ -271,7 +269,7 @@ def run(
 def test_torch_comes_before_packages_that_would_bring_another(
     run: Run, machine: Machine, uv_works: bool
 ) -> None:
-    """The extras require a torch: pip alone would take any. Where uv fails, pip goes on."""
+    """The extras require a torch: pip alone would take any. Where uv fails, pip continues."""
     machine.fails = None if uv_works else "uv"
     run()
     rest = ["--editable", ".[demo]"]

@@ -87,10 +87,10 @@ def test_a_failure_beside_lint_ends_the_gate_and_hides_nothing(
     failing: str, gate: Gate, tmp_path: Path
 ) -> None:
     """That nothing lives on is seen by the fixture that watches for processes."""
-    begun = tmp_path / "begun"
+    started = tmp_path / "begun"
     make = f"""case $2 in
-        lint) echo "found by lint"; : > {begun}; exec sleep 1000;;
-        {failing}) while [ ! -e {begun} ]; do :; done; exit 3;;
+        lint) echo "found by lint"; : > {started}; exec sleep 1000;;
+        {failing}) while [ ! -e {started} ]; do :; done; exit 3;;
     esac"""
     done = gate(mpirun="", mpicxx="", make=make)
     assert done.returncode == 3
@@ -119,10 +119,10 @@ def test_a_failure_of_the_benchmarks_is_the_last_word(gate: Gate) -> None:
 def test_a_failure_of_the_tests_does_not_wait_for_the_benchmarks(
     gate: Gate, tmp_path: Path
 ) -> None:
-    begun = tmp_path / "begun"
+    started = tmp_path / "begun"
     make = f"""echo "$2"; case $2 in
-        bench) : > {begun}; exec sleep 1000;;
-        test) while [ ! -e {begun} ]; do :; done; exit 3;;
+        bench) : > {started}; exec sleep 1000;;
+        test) while [ ! -e {started} ]; do :; done; exit 3;;
     esac"""
     done = gate(mpirun="", mpicxx="", make=make)
     assert done.returncode == 3

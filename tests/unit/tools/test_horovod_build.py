@@ -111,7 +111,7 @@ def program(path: Path, script: str) -> Path:
     return path
 
 
-def test_everything_that_is_missing_is_named_at_once(bare_path: Path) -> None:
+def test_everything_missing_is_named_at_once(bare_path: Path) -> None:
     program(bare_path / "gcc", "")
     with pytest.raises(NotPossible) as refused:
         horovod_target.require_tools()
@@ -187,7 +187,7 @@ Failed to build horovod
 """
 
 
-def test_progress_is_the_last_file_begun() -> None:
+def test_progress_is_the_last_file_started() -> None:
     assert progress(BEGINNING) is None
     assert progress(BEGINNING + MIDDLE) == (62, "operations.cc")
 
@@ -463,7 +463,10 @@ def test_a_full_disk_is_not_held_against_a_wheel(
     """It was removed, and building another one takes minutes and more room."""
     wheel = wheel_file(folder)
     monkeypatch.setattr(zipfile.ZipFile, "extractall", full)
-    with pytest.raises(NotPossible, match=r"disk is full.*XDG_CACHE_HOME"), make_horovod.in_words():
+    with (
+        pytest.raises(NotPossible, match=r"disk is full.*XDG_CACHE_HOME"),
+        make_horovod.plain_errors(),
+    ):
         make_horovod.cached_wheel(folder, TARGET)
     assert contents(folder) == [wheel.name]
 
@@ -657,7 +660,7 @@ def test_mpi_that_came_later_is_made_use_of(monkeypatch: pytest.MonkeyPatch) -> 
     assert "MPI" in make_horovod.lack(GLOO)
 
 
-def test_mpi_is_left_out_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_is_left_out_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_WITHOUT_MPI", "1")
     assert "HOROVOD_WITHOUT_MPI=1" in make_horovod.lack(WORKS)
     assert make_horovod.lack(GLOO) == ""
@@ -714,7 +717,7 @@ def test_other(): need()
 """
 
 
-def test_every_test_that_is_not_run_is_named(tmp_path: Path) -> None:
+def test_every_test_not_run_is_named(tmp_path: Path) -> None:
     """Though all of them share one line that skips, as those that ask for a pool of ranks do."""
     (tmp_path / "test_pool.py").write_text(SKIPPING)
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "setup.cfg"), "--rootdir", "."]

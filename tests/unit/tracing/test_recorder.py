@@ -117,12 +117,12 @@ def test_a_job_of_one_process_is_recorded_in_order(tmp_path: Path, shm_dir: Path
         (seal,) = spans_of(spans, "seal", version)
         copies = spans_of(spans, "copy", version)
         before, after = updates[version - 1], updates[version]
-        assert before.end_us <= boundary.begin_us <= slot.begin_us
+        assert before.end_us <= boundary.start_us <= slot.start_us
         for copy in copies:
-            assert slot.end_us <= copy.begin_us <= copy.end_us <= barrier.end_us
-        assert max(c.begin_us for c in copies) <= seal.begin_us
+            assert slot.end_us <= copy.start_us <= copy.end_us <= barrier.end_us
+        assert max(c.start_us for c in copies) <= seal.start_us
         assert max(c.end_us for c in copies) <= seal.end_us <= barrier.end_us
-        assert barrier.end_us <= after.begin_us
+        assert barrier.end_us <= after.start_us
         assert {c.row for c in copies} <= {"training", "copier"}
         # 12 x 24 + 24, twice 24, 24 x 4 + 4, each with two moments and a step count for each of
         # the six; and BatchNorm's two averages and its counter.
@@ -233,7 +233,7 @@ def test_a_reduction_lasts_from_its_launch_until_its_future_is_done(recording: R
     assert found["name"] == "p3 +1"
 
 
-def test_the_end_of_a_last_reduction_that_is_reported_late_is_not_lost(tmp_path: Path) -> None:
+def test_the_end_of_a_last_reduction_reported_late_is_not_lost(tmp_path: Path) -> None:
     """A thread that waits for a future may wake up before the callbacks are called."""
     tells: list[threading.Thread] = []
 
@@ -336,9 +336,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None
     assert "No space left" in found.said[0]
 
 
-def test_a_file_that_is_too_long_is_not_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_long_file_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_BYTES", 3000)
     found = Recording(tmp_path / "trace.json", steps=1000)
     version = 0

@@ -39,7 +39,7 @@ INTERVALS = st.lists(
 
 def points(intervals: list[Interval]) -> set[int]:
     """Brute force: every covered unit of time."""
-    return {p for begin, end in intervals for p in range(begin, end)}
+    return {p for first, end in intervals for p in range(first, end)}
 
 
 @given(INTERVALS)
@@ -63,7 +63,7 @@ def test_an_intersection_is_the_time_that_both_cover(
 def test_an_overlap_counts_every_interval_by_itself(
     copies: list[Interval], cover: list[Interval]
 ) -> None:
-    expected = sum(p in points(cover) for begin, end in copies for p in range(begin, end))
+    expected = sum(p in points(cover) for first, end in copies for p in range(first, end))
     assert overlap(copies, union(cover)) == expected
 
 
@@ -84,8 +84,8 @@ def test_in_a_lane_nothing_overlaps_and_no_lane_is_wasted(intervals: list[Interv
 def step(rank: int, version: int, at: int) -> list[Span]:
     """One step in 1000 microseconds; see the comments."""
 
-    def span(kind: str, begin: int, end: int, **more: Any) -> Span:
-        return Span(kind, rank, at + begin, at + end, kind, version=version, **more)
+    def span(kind: str, first: int, end: int, **more: Any) -> Span:
+        return Span(kind, rank, at + first, at + end, kind, version=version, **more)
 
     return [
         span("boundary", 0, 50),
@@ -147,8 +147,8 @@ def test_a_step_that_a_crash_cut_short_hides_nothing(timeline: Timeline) -> None
 
 
 def test_sizes_and_latencies() -> None:
-    def of(nbytes: int, begin: int, launched: int | None = None) -> Span:
-        return Span("allreduce", 0, begin, 1000, nbytes=nbytes, launched_us=launched)
+    def of(nbytes: int, first: int, launched: int | None = None) -> Span:
+        return Span("allreduce", 0, first, 1000, nbytes=nbytes, launched_us=launched)
 
     spans = [of(0, 900), of(1024, 700), of(1025, 500), of(4096, 500, 100), of(70_000, 0)]
     found = list(size_buckets(spans))
@@ -290,7 +290,7 @@ class HorovodFile:
         self.tensors: dict[str, int] = {}
 
     def allreduce(
-        self, tensor: str, asked: int, begin: int, end: int, what: str = "ALLREDUCE"
+        self, tensor: str, asked: int, first: int, end: int, what: str = "ALLREDUCE"
     ) -> None:
         """With an inner activity, as Horovod writes it."""
         if tensor not in self.tensors:
@@ -301,15 +301,15 @@ class HorovodFile:
         self.entries += [
             {"ph": "B", "name": f"NEGOTIATE_{what}", "ts": asked, "pid": pid},
             {"ph": "X", "name": "0", "ts": asked + 1, "pid": pid, "dur": 0},
-            {"ph": "E", "ts": begin, "pid": pid},
-            {"ph": "B", "name": what, "ts": begin, "pid": pid},
-            {"ph": "B", "name": f"GLOO_{what}", "ts": begin, "pid": pid},
+            {"ph": "E", "ts": first, "pid": pid},
+            {"ph": "B", "name": what, "ts": first, "pid": pid},
+            {"ph": "B", "name": f"GLOO_{what}", "ts": first, "pid": pid},
             {"ph": "E", "ts": end, "pid": pid},
             {"ph": "E", "ts": end, "pid": pid, "args": {"dtype": "float32", "shape": "[8, 3]"}},
         ]
 
     def save(self, path: Path) -> Path:
-        # A barrier has an end without a beginning, and a marker of a cycle has no tensor.
+        # A barrier has an end without a start, and a marker of a cycle has no tensor.
         self.entries.append({"ph": "E", "ts": 9, "pid": 99})
         self.entries.append({"ph": "i", "name": "CYCLE_START", "ts": 9, "s": "g"})
         path.write_text("[\n" + ",".join(map(json.dumps, self.entries)) + "]")
@@ -321,8 +321,8 @@ def test_a_timeline_of_horovod_is_put_into_unix_time(tmp_path: Path) -> None:
     file.allreduce("allreduce.a.weight", 100, 150, 400)
     file.allreduce("allreduce.tierckpt.vote.3", 100, 150, 400)
     negotiate, allreduce = read_horovod(file.save(tmp_path / "h.json"))
-    assert (negotiate.kind, negotiate.begin_us, negotiate.us) == ("negotiate", START_US + 100, 50)
-    assert (allreduce.kind, allreduce.begin_us, allreduce.us) == ("allreduce", START_US + 150, 250)
+    assert (negotiate.kind, negotiate.start_us, negotiate.us) == ("negotiate", START_US + 100, 50)
+    assert (allreduce.kind, allreduce.start_us, allreduce.us) == ("allreduce", START_US + 150, 250)
     assert (allreduce.latency_us, allreduce.nbytes) == (300, 96)
     assert allreduce.layers == ("a.weight",)
 
@@ -339,7 +339,7 @@ NAMES = {
     ("tensor", "layers"),
     [
         ("grouped_allreduce.a_2of2", ("b",)),
-        ("allreduce.noname.0.1", ("generator.w", "critic.w")),  # two optimizers, in turn
+        ("allreduce.noname.0.1", ("generator.w", "critic.w")),  # two optimizers, alternating
         ("allreduce.by hand a", ("by hand a",)),
         ("grouped_allreduce.other_1of3", ("grouped_allreduce.other_1of3",)),
         ("mine", ("mine",)),
@@ -374,7 +374,7 @@ def test_bytes_by_type(dtype: str, nbytes: int, tmp_path: Path) -> None:
     assert read_horovod(file.save(tmp_path / "h.json"))[1].nbytes == nbytes
 
 
-def test_without_its_beginning_a_timeline_is_of_no_use(tmp_path: Path) -> None:
+def test_without_its_start_a_timeline_is_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "h.json").write_text('[{"ph": "M", "pid": 0, "name": "process_name", "args": {}}]')
     with pytest.raises(TimelineError, match=r"h.json has no start time"):
         read_horovod(tmp_path / "h.json")

@@ -112,7 +112,7 @@ def test_every_row_of_a_table_is_on_one_line(width: int, terminal: bool) -> None
     ]
 
 
-def test_all_that_is_known_is_shown() -> None:
+def test_everything_known_is_shown() -> None:
     text = "\n".join(shown(VIEW, 200))
     for part in (
         "job ckpts-0123456789ab: runs (8 on this machine), 3.21 steps/s",

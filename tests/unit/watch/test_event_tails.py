@@ -101,7 +101,7 @@ def test_files_beyond_a_limit_are_read_in_turns(
     assert found[2] == 5
 
 
-def test_a_line_that_is_half_there_is_read_when_it_is_complete(tmp_path: Path) -> None:
+def test_a_half_written_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     write(tmp_path, 0, sealed(1, 0.001), sealed(2, 0.001))
     file = tmp_path / "events-r00000.jsonl"
     whole = file.read_bytes()
@@ -166,7 +166,7 @@ def test_the_pace_is_that_of_one_run(tmp_path: Path, now: float) -> None:
     assert look(tails).steps_per_second is None
 
 
-def test_a_clock_that_is_set_changes_no_pace(tmp_path: Path, now: float) -> None:
+def test_setting_a_clock_changes_no_pace(tmp_path: Path, now: float) -> None:
     stream = story(tmp_path, begin=980.0)
     stream.shift_seconds = -3600
     stream.progress(996, 31)
@@ -198,7 +198,7 @@ def test_ranks_of_former_runs_are_not_slow(tmp_path: Path, now: float) -> None:
     assert (slow.rank, slow.ranks) == (1, 2)
 
 
-def test_a_clock_that_is_far_ahead_decides_nothing(tmp_path: Path, now: float) -> None:
+def test_a_clock_far_ahead_decides_nothing(tmp_path: Path, now: float) -> None:
     story(tmp_path, 0, begin=980.0)
     story(tmp_path, 1, begin=980.0, shift_seconds=1e6)
     seen = look(EventTails(tmp_path))

@@ -58,7 +58,7 @@ class Plan:
         return replace(self, method="nothing", killed_at=(), held_at=(), **places)
 
     def release(self, step: int) -> None:
-        """Let the ranks go on after a step in `held_at`, in this start and in later ones."""
+        """Let the ranks continue after a step in `held_at`, in this start and in later ones."""
         self._released(step).touch()
 
     def hold(self, step: int) -> None:

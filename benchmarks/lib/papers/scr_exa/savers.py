@@ -113,7 +113,7 @@ class Protected(OursDisk):
     def boundary(self, version: int, due: bool) -> None:
         """Make slow steps at the start, until the first version has its parity.
 
-        A node that is lost before then ends the job. Only the steps of a toy are quicker than a
+        A node lost before then ends the job. Only the steps of a toy are quicker than a
         busy disk."""
         super().boundary(version, due)
         limit = time.monotonic() + SLOW_STEP_SECONDS

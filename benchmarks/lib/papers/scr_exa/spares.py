@@ -1,9 +1,9 @@
 """Nodes and spares: a node is lost every ten epochs, with its processes, memory and disk.
 
 Each node is a network namespace with a folder for its disk and one for its memory; all see one
-shared file system. Ours runs under `tierckpt run`, whose spares take the places of lost nodes. The
+shared file system. Ours runs under `tierckpt run`: its spares take the places of lost nodes. The
 job with root checkpointing ends with its first lost node; here it is also started again, at once
-and with a spare in the place of the node, as somebody would by hand.
+and with a spare in the place of the node, as one would by hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAID = "this spare waits"
 
 
 def measure(plan: Plan, spares: int, losses: list[int], limit_s: float) -> dict[str, Any]:
-    """Run the undisturbed job, and the one whose nodes are lost when rank 0 has done the steps in
+    """Run the undisturbed job, and the one that loses nodes when rank 0 has done the steps in
     `losses`; return a row's figures. Raises JobError, and NoNetworkError without namespaces."""
     calm = plan.calm()
     with network(plan.world) as cables:
@@ -88,7 +88,7 @@ class _Nodes:
             nodes = list(range(plan.world))
             for number, step in enumerate(losses):
                 self._wait(lambda step=step: self._job.last_step() >= step)  # type: ignore[misc]
-                # Never rank 0, whose node is the meeting place.
+                # Never rank 0: its node is the meeting place.
                 rank = 1 + 3 * number % (plan.world - 1)
                 since.append(time.time())
                 self._lose(nodes[rank])
@@ -156,7 +156,7 @@ class _Nodes:
             shutil.rmtree(f"{place}/node{node}", ignore_errors=True)
 
     def _has_stepped(self, after: float) -> bool:
-        """Whether rank 0 has done a step in a start that began after a moment."""
+        """Whether rank 0 has done a step in a start after a moment."""
         lines = lines_of(self._plan, 0)
         begins = [place for place, line in enumerate(lines) if line.get("begun", 0) > after]
         return bool(begins) and "step" in lines[-1] and begins[-1] < len(lines) - 1

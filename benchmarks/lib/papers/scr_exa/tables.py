@@ -1,7 +1,7 @@
 """SCR-Exa's experiment: one checkpoint an epoch, over ranks, DDP and Horovod.
 
-An epoch has a few steps here. *Root checkpointing* writes to one shared parallel file system, whose
-bandwidth is simulated (`lib.methods.shared_store`); ours takes each version to memory, or to local
+An epoch has a few steps here. *Root checkpointing* writes to one shared parallel file system with
+simulated bandwidth (`lib.methods.shared_store`); ours takes each version to memory, or to local
 disk, or flushes one of ten. More ranks than the machine holds are simulated (`scale`). Then jobs
 that are killed every ten epochs: as a whole (`cold`), or one of their nodes (`spares`). Their logs
 are compared with that of an undisturbed job.

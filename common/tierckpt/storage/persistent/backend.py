@@ -5,7 +5,7 @@ Names are paths with slashes, relative to the backend's root. Every backend guar
 
 - `put` is atomic: readers see the old content or the whole new one, also if the writer dies;
 - when `put` or `write_at` returns, the bytes are durable;
-- names that begin with a dot are work in progress and are never listed.
+- names with a dot first are work in progress and are never listed.
 
 `testing.BackendConformance` checks this. Before each operation that changes something,
 `faults.point("file", op=...)` is called, so that tests can fail or kill there.
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from tierckpt._text import in_words
+from tierckpt._text import error_text
 from tierckpt.errors import FlushCancelledError, PersistentError
 
 __all__ = ["StoreError", "error_code", "error_of_text", "http_status"]
@@ -364,9 +364,9 @@ class RetryingBackend:
     """A backend that retries transient failures, and gives advice for the others.
 
     Raises PersistentError, and FileNotFoundError or FileExistsError if they answer the call. Every
-    operation of a backend may be repeated: a put starts from the beginning and is atomic, a range
-    is written again. An exclusive put may find the file of its own earlier attempt; the caller
-    recognizes it by the content. `sleep` may raise, to give up (see `pacer.FlushPacer.sleep`).
+    operation of a backend may be repeated: a put starts again and is atomic, a range is written
+    again. An exclusive put may find the file of its own earlier attempt; the caller recognizes it
+    by the content. `sleep` may raise, to give up (see `pacer.FlushPacer.sleep`).
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class RetryingBackend:
                 if not _of_the_store(error):
                     raise
                 failures += 1
-                text = in_words(error)
+                text = error_text(error)
                 if not is_transient(error):
                     raise PersistentError(f"{url}: {text}; {advice(error)}", url, False) from error
                 if failures >= self.policy.tries:
@@ -501,8 +501,8 @@ class TimeSlots:
 
     Time is divided into turns of `turn_seconds`, counted from the epoch, and a node has every k-th
     turn. Neighbours have different turns, because they tend to share a switch. This needs clocks
-    that agree to well below a turn (NTP does), and equal settings on all nodes. A window that is
-    being sent at the end of a turn is finished.
+    that agree to well below a turn (NTP does), and equal settings on all nodes. A window in
+    transfer at the end of a turn is finished.
 
     Turns are short, so little is lost if a node has nothing to send in its turn, or finishes in the
     middle of it: of k turns, each node with s seconds of work finishes after ceil(s /

@@ -40,9 +40,9 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
 
     An entry point of the group `tierckpt.backends`, named as the URL's scheme, is called with the
     URL and `storage_options`; else the options go to the client (keys, endpoint): obstore for the
-    URLs of object stores, fsspec for all others. Raises ConfigError if a package that is needed for
-    this kind of URL is not installed, or the entry point fails; `answers.NoAnswerError` for a
-    place that is known to hang.
+    URLs of object stores, fsspec for all others. Raises ConfigError if the package for this kind of
+    URL is not installed, or the entry point fails; `answers.NoAnswerError` for a place known to
+    hang.
     """
     place = os.fspath(path) if is_url(path) else directory_of(path)
     if answers.is_silent(place):
@@ -98,7 +98,7 @@ class PosixBackend:
 
     `direct` bypasses the page cache for shards: worth a try if the clients' caches are small; not
     every parallel file system gains from it. If the file system refuses it, the cache is used. Set
-    `shared_writes=False` for file systems whose clients do not see each other's writes at once
+    `shared_writes=False` for file systems with clients that do not see each other's writes at once
     (NFS): every writer then has its own files.
     """
 
@@ -226,7 +226,7 @@ class PosixBackend:
                 self._sync_directory(parent)
 
     def delete_folder(self, folder: str) -> None:
-        """See `Backend.delete_folder`. NFS keeps a file that is being read, under another name:
+        """See `Backend.delete_folder`. NFS keeps a file while it is read, under another name:
         that file and its folder stay until it is closed."""
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):
@@ -269,7 +269,7 @@ class PosixBackend:
 
 def _write(fd: int, offset: int, content: Content) -> None:
     """Write all windows from `offset` on, durably, and drop them from the page cache."""
-    begin = offset
+    start = offset
     for window in content():
         done = 0
         with window:  # or a traceback would keep the memory in use
@@ -280,7 +280,7 @@ def _write(fd: int, offset: int, content: Content) -> None:
                 offset += count
     _faults.point("file", op="fsync")
     os.fsync(fd)
-    os.posix_fadvise(fd, begin, offset - begin, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager

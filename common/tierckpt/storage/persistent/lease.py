@@ -11,9 +11,9 @@ changed for its whole duration, by the watcher's own monotonic clock, its holder
 renewal writes another random token. The expiry time in a lease is for people, and for earlier
 tierckpts.
 
-If a store ignores the condition (some S3 look-alikes do), two jobs that begin within about a
-second are not kept apart. The cost is space and a confusing list of versions, never a version:
-names carry the run, and retention leaves other jobs' versions alone.
+If a store ignores the condition (some S3 look-alikes do), two jobs that start within about a second
+are not kept apart. The cost is space and a confusing list of versions, never a version: names carry
+the run, and retention leaves other jobs' versions alone.
 
 A `LeaseKeeper` renews a lease between flushes, so that no other job takes the path of a living
 one. If no trainer is alive on the node that renews it, renewal stops; a flush that continues then
@@ -69,13 +69,13 @@ class Lease:
     until then.
 
     A restarted job does not wait for its own dead run: a lease with the same `owner` is free at
-    once. So two living jobs must never have the same owner name. A run whose lease was taken by a
+    once. So two living jobs must never have the same owner name. A run that lost its lease to a
     later run of the same owner has ended, and does not take it back.
 
-    If there has never been a lease, only the member with `begins` creates it, and the others wait
-    for it: a member that still sees none does not see the same path (a file system that is not
-    mounted). The same holds for a member that had the lease at its last call and now finds an empty
-    path: another job would have left its own lease there.
+    If there has never been a lease, only the member with `creates` makes it, and the others wait
+    for it: a member that still sees none does not see the same path (an unmounted file system). The
+    same holds for a member that had the lease at its last call and now finds an empty path: another
+    job would have left its own lease there.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Lease:
         owner: str,
         clock: Clock,
         lease_seconds: float = LEASE_SECONDS,
-        begins: bool = True,
+        creates: bool = True,
     ) -> None:
         self._backend, self.run_id, self.owner = backend, run_id, owner
-        self._begins = begins
+        self._creates = creates
         self._clock, self.lease_seconds = clock, lease_seconds
         self._ensured_seconds = float("-inf")
         self._had_at_last_call = False
@@ -123,8 +123,8 @@ class Lease:
     def ensure(self) -> int:
         """Hold the lease from now on for at least half its duration; returns its number.
 
-        Raises LeaseHeldError if another run holds it, FileNotFoundError if the member that begins
-        has not created it yet or the path has suddenly become empty, and the store's errors.
+        Raises LeaseHeldError if another run holds it, FileNotFoundError if the member with
+        `creates` has not made it yet or the path has suddenly become empty, and the store's errors.
         """
         number = self._ensure()
         self._ensured_seconds = self._clock.monotonic()
@@ -150,7 +150,7 @@ class Lease:
                     "any more? Nothing is written there until the lease is back. If the path was "
                     "emptied on purpose, restart the job"
                 )
-            if newest is None and not self._begins:
+            if newest is None and not self._creates:
                 raise FileNotFoundError(
                     f"{self._backend.url} lacks the lease that the job's first node creates. "
                     "Check that node, and that this node has the same path (is it mounted?)"
@@ -360,7 +360,7 @@ class LeaseKeeper:
                     lease_of = self._lease_of
                 if not _renewed(store, *lease_of):
                     with self._lock:
-                        # Otherwise `keep` has begun another run, or `rest` was called.
+                        # Otherwise `keep` has started another run, or `rest` was called.
                         if lease_of == self._lease_of and not over.is_set():
                             self._thread = None
                             return

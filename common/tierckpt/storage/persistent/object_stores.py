@@ -35,7 +35,7 @@ part must pass over a slow link that all parts share."""
 RETRIES = 3
 """Retries of one request by the client, at once and without a notice. `retry` does the others."""
 RETRY_SECONDS = 20.0
-"""The client does not repeat a request that began longer ago: one that took REQUEST_SECONDS."""
+"""The client does not repeat a request that started longer ago: one that took REQUEST_SECONDS."""
 S3_OPTIONS = {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
 """Servers compare this checksum with what arrived. The alternative, a signature over the SHA-256 of
 all bytes, takes four fifths of the CPU time of an upload."""
@@ -146,7 +146,7 @@ class ObstoreBackend:
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """See `Backend.sizes`. Raises FileNotFoundError if the bucket does not exist: its name may
-        be wrong, or it may belong to another account, whose contents cannot be seen."""
+        be wrong, or it may belong to another account."""
         try:
             with self._translated(folder):
                 found = self._client.list_with_delimiter(self._store, folder or None)

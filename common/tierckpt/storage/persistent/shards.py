@@ -1,13 +1,13 @@
 """A version's shards in a store: shared files, or files per writer and group, or objects in parts;
 and ranged reads of one shard.
 
-In every layout a shard has a record that is durable only after the shard. So valid records of a
+In every layout a shard has a record, durable only after the shard. So valid records of a
 whole group prove that the group is durable, whoever wrote it.
 
 Parts: one shard is many objects of an object store, which are sent at the same time. A multipart
-upload would make one object of them. But a writer that is killed leaves an upload that no listing
-of objects shows, and that is billed until somebody finds it. Parts that are objects lie in the
-version's folder and go with it, each is repeated alone after an error, and every store has them.
+upload would make one object of them. But a killed writer leaves an upload that no listing of
+objects shows, billed until somebody finds it. Parts that are objects lie in the version's folder
+and go with it, each is repeated alone after an error, and every store has them.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def read_parts_into(backend: Backend, path: str, offset: int, into: memoryview) 
         return backend.read_into(path, offset, into)
     done = 0
     while done < len(into):
-        number, begin = divmod(offset + done, PART_BYTES)
-        end = min(len(into), done + PART_BYTES - begin)
-        got = backend.read_into(f"{path}/{part_name(number)}", begin, into[done:end])
+        number, start = divmod(offset + done, PART_BYTES)
+        end = min(len(into), done + PART_BYTES - start)
+        got = backend.read_into(f"{path}/{part_name(number)}", start, into[done:end])
         done += got
         if done < end:
             break
@@ -153,7 +153,7 @@ class Source(Protocol):
         ...
 
     def windows(self) -> Iterator[memoryview]:
-        """The windows of the shard, from the beginning at every call; each is at most WINDOW_BYTES
+        """The windows of the shard, from the first at every call; each is at most WINDOW_BYTES
         long, and its bytes do not change."""
         ...
 
@@ -244,7 +244,7 @@ class Stream:
         """Digest of all windows, after the last one was requested."""
 
     def windows(self) -> Iterator[memoryview]:
-        """The windows of the shard; from the beginning at every call."""
+        """The windows of the shard; from the first at every call."""
         found, nbytes = xxhash.xxh3_128(), 0
         for window in self.source.windows():
             self._pacer(len(window))
@@ -269,8 +269,8 @@ class Stream:
 def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
     """Read stored bytes back. Raises CorruptShardError if they do not match `digest`."""
     found, end = xxhash.xxh3_128(), offset + nbytes
-    for begin in range(offset, end, WINDOW_BYTES):
-        found.update(read_parts(backend, path, begin, min(WINDOW_BYTES, end - begin)))
+    for start in range(offset, end, WINDOW_BYTES):
+        found.update(read_parts(backend, path, start, min(WINDOW_BYTES, end - start)))
     if found.hexdigest() != digest:
         raise CorruptShardError(
             f"{backend.url}/{path}: bytes {offset} to {end} differ from their checksum"
@@ -335,7 +335,7 @@ class SharedGroupFile:
         return found
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `GroupFiles.whole`: one read of the table at the file's beginning."""
+        """See `GroupFiles.whole`: one read of the table at the file's start."""
         members = self._groups.members(group)
         file, _, places = self._place(members[0])
         path = f"{self._name.stem}/{file}"
@@ -346,8 +346,8 @@ class SharedGroupFile:
             return None
         found = {}
         for index, shard in enumerate(members):
-            begin = places.record_offset(index)
-            record = _only(table[begin : begin + places.record_bytes])
+            start = places.record_offset(index)
+            record = _only(table[start : start + places.record_bytes])
             if not record or record.shard != shard or record.offset + record.nbytes > size:
                 return None
             found[shard] = record
@@ -533,18 +533,18 @@ class ShardReader:
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Read a range of the shard. Raises EOFError if the file has become shorter."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
-        begin = self._begin_of(offset, nbytes)
-        data = read_parts(self._backend, self._path, begin, nbytes)
+        start = self._start_of(offset, nbytes)
+        data = read_parts(self._backend, self._path, start, nbytes)
         self._see_that_all_came(len(data), nbytes)
         return data
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of the shard; otherwise as `read`."""
-        begin = self._begin_of(offset, len(into))
-        came = read_parts_into(self._backend, self._path, begin, into)
+        start = self._start_of(offset, len(into))
+        came = read_parts_into(self._backend, self._path, start, into)
         self._see_that_all_came(came, len(into))
 
-    def _begin_of(self, offset: int, nbytes: int) -> int:
+    def _start_of(self, offset: int, nbytes: int) -> int:
         """Offset in the file."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}")

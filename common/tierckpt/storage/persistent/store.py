@@ -7,13 +7,13 @@ alone makes the version exist. Two writers that see this at once write the same 
 writer sees everything, so if no writer dies the manifest is written; and if the last one dies, any
 later `flush` of the same version, also without shards, finishes it.
 
-A version that is being removed has a `.retired` mark from before its manifest is removed until its
+A version under removal has a `.retired` mark from before its manifest is removed until its
 folder is gone. A writer that made a manifest looks for the mark, and then for the folder. If there
-is no mark, either the remover has finished, and the folder is gone; or it has not begun, and will
+is no mark, either the remover has finished, and the folder is gone; or it has not started, and will
 remove the manifest itself. So no manifest outlives its shards (except that of a writer killed at
 this very point: its readers find no shards, and try the next version). Pins and removers look for
 each other in the same way, each after having set its own mark; and so do removers and versions that
-refer to the version being removed, whose mark is their manifest.
+refer to the version being removed; their mark is their manifest.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ class PersistentStore:
     """Store of one persistent path. One thread per instance; any number of instances, on any
     machine.
 
-    `path` is a directory or a URL, whose client receives `storage_options`. All
-    writers of a job must give the same `shards_per_group`. `sleep` waits between attempts and may
-    raise to give up. Errors are PersistentError; FileNotFoundError is raised for things that do not
-    exist.
+    `path` is a directory or a URL; its client receives `storage_options`. All writers of a job must
+    give the same `shards_per_group`. `sleep` waits between attempts and may raise to give up.
+    Errors are PersistentError; FileNotFoundError is raised for things that do not exist.
     """
 
     def __init__(
@@ -107,10 +106,10 @@ class PersistentStore:
         self.backend.close()
 
     def lease(
-        self, run_id: str, owner: str, clock: Clock | None = None, begins: bool = True
+        self, run_id: str, owner: str, clock: Clock | None = None, creates: bool = True
     ) -> Lease:
         """This run's lease on the place; see `Lease`."""
-        return Lease(self.backend, run_id, owner, clock or SystemClock(), begins=begins)
+        return Lease(self.backend, run_id, owner, clock or SystemClock(), creates=creates)
 
     def take_over(self) -> str | None:
         """Free the path from the job that holds its lease; returns the owner, or None if there was
@@ -118,20 +117,20 @@ class PersistentStore:
 
         For a job that hangs and cannot be ended. It loses no data: its versions stay.
         """
-        taken = self._nobody().take_away()
+        taken = self._unowned_lease().take_away()
         return taken.owner if taken else None
 
     def lease_record(self) -> LeaseRecord | None:
         """The newest lease, which may have ended; None if there is none."""
-        return self._nobody().newest()
+        return self._unowned_lease().newest()
 
     def owner(self) -> str:
-        """Job and node that hold the lease; empty if there is no lease. The job may be dead: that
-        is known only after the lease's duration."""
+        """Job and node that hold the lease; empty if there is no lease. The job may be dead: known
+        only after the lease's duration."""
         newest = self.lease_record()
         return newest.owner if newest and newest.run_id else ""
 
-    def _nobody(self) -> Lease:
+    def _unowned_lease(self) -> Lease:
         return Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
 
     # --- writing -------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class PersistentStore:
         `pacer.FlushPacer`). Raises FlushCancelledError also if the version was retired meanwhile.
         Without `sources`, only unfinished work of other writers is finished.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
         name = facts.name
         if self.exists(name):
             return FlushResult(True, 0, sum(s.most_bytes for s in sources), 0.0)
@@ -170,7 +169,7 @@ class PersistentStore:
         touched = {groups.of(s.shard) for s in sources} or set(range(groups.count))
         closed = [self._close_group(name, parts, groups, g) for g in sorted(touched)]
         committed = all(closed) and self._commit(facts, largest_bytes, groups)
-        return FlushResult(committed, written, reused, time.perf_counter() - begin)
+        return FlushResult(committed, written, reused, time.perf_counter() - start)
 
     def _close_group(
         self, name: VersionName, parts: GroupFiles, groups: Groups, group: int
@@ -300,7 +299,7 @@ class PersistentStore:
         self.backend.delete(name)
 
     def incomplete(self) -> list[VersionName]:
-        """Versions whose writing or removal began and that do not exist."""
+        """Versions with a started write or removal, that do not exist."""
         names = self.backend.sizes()
         stems = {n.rstrip("/") for n in names if n.endswith("/")}
         stems |= {n.removesuffix(RETIRED) for n in names if n.endswith(RETIRED)}
@@ -311,7 +310,7 @@ class PersistentStore:
     def is_used(self) -> bool:
         """Whether any job has left anything here: a version, finished or not, or a lease."""
         versions = self.versions() or self.incomplete() or self.obstructed()
-        return bool(versions or self._nobody().numbers())
+        return bool(versions or self._unowned_lease().numbers())
 
     def read_manifest(self, name: VersionName) -> VersionManifest:
         """The version's manifest, checked. Raises CorruptShardError or FormatError if the check
@@ -398,7 +397,7 @@ class PersistentStore:
                 try:
                     self._bases_read[other] = self.read_manifest(other).bases
                 except (FileNotFoundError, CorruptShardError, FormatError):
-                    continue  # gone meanwhile; or damaged, so that nobody can read it anyway
+                    continue  # gone meanwhile; or damaged, so nobody can read it
         self._bases_read = {n: b for n, b in self._bases_read.items() if n in there}
         return any(name in self._bases_read.get(other, ()) for other in there)
 
@@ -408,7 +407,7 @@ class PersistentStore:
         """Apply retention after `name`, a version of this run, was committed; returns the removed
         versions.
 
-        Called by the writer whose flush committed (`FlushResult.committed`); concurrent calls are
+        Called by the writer that committed (`FlushResult.committed`); concurrent calls are
         harmless. Interrupted removals are finished, and unfinished versions are removed too: of
         this run those older than `name` (every writer flushes in order, so all have finished with
         them). Other runs' versions are removed only while `lease` shows that those runs have ended.

@@ -108,7 +108,7 @@ class Rank:
     def boundary(self) -> None:
         self.agreement.launch(VersionId(1, 99))
         self.agreement.read()
-        self.promotion.backlog.go_on()
+        self.promotion.backlog.advance()
 
     def make_safe(self, *versions: int) -> None:
         """Take these versions and complete them on all local disks, one after the other."""
@@ -167,7 +167,7 @@ def test_a_broken_version_is_not_flushed_and_does_not_count(rank: Rank) -> None:
     assert [order.id.version for order in rank.client.flushes] == [4]
 
 
-def test_a_broken_version_that_is_tried_again_is_not_void(rank: Rank) -> None:
+def test_a_broken_version_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     rank.agreement.local.open.append(lost)
@@ -255,7 +255,7 @@ class Pair:
             rank.agreement.launch(VersionId(1, 99))
         for rank in self.ranks:
             rank.agreement.read()
-            rank.promotion.backlog.go_on()
+            rank.promotion.backlog.advance()
 
     def make_safe(self, *versions: int) -> None:
         for version in versions:

@@ -36,8 +36,8 @@ def write_trace(folder: Path, rank: int, versions: int = 3) -> Path:
     at = 1000.0
     for version in range(1, versions + 1):
 
-        def span(kind: str, begin: int, end: int, row: int, **args: Any) -> None:
-            trace.span(kind, at + begin * US, at + end * US, row, version=version, **args)  # noqa: B023
+        def span(kind: str, first: int, end: int, row: int, **args: Any) -> None:
+            trace.span(kind, at + first * US, at + end * US, row, version=version, **args)  # noqa: B023
 
         span("boundary", 0, 50, TRAINING)
         layers = {"layers": ["body.0.weight", "body.0.bias"], "bytes": 4000}
@@ -107,11 +107,11 @@ def test_a_timeline_of_another_run_is_refused(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = {"start_time_since_epoch_in_micros": 1000}
-    begin = {"ph": "B", "name": "ALLREDUCE", "ts": 1, "pid": 1}
+    first = {"ph": "B", "name": "ALLREDUCE", "ts": 1, "pid": 1}
     entries = [
         {"ph": "M", "pid": 0, "args": start},
         {"ph": "M", "pid": 1, "args": {"name": "allreduce.a"}},
-        begin,
+        first,
         {"ph": "E", "ts": 2, "pid": 1},
     ]
     (tmp_path / "h.json").write_text(json.dumps(entries))

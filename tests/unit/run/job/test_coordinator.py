@@ -15,7 +15,7 @@ GOOD = End(0, "boundary", passed_boundary=True)
 
 def begun(size: int = 2, max_restarts: int = 3) -> Coordinator:
     job = Coordinator(size, max_restarts)
-    assert job.begin() == Start(1)
+    assert job.start() == Start(1)
     return job
 
 
@@ -55,7 +55,7 @@ def test_the_launcher_takes_over_after_the_last_attempt() -> None:
     assert job.ended(0, 2, KILLED) is None
 
 
-def test_a_start_that_is_refused_is_not_repeated() -> None:
+def test_a_refused_start_is_not_repeated() -> None:
     """The next attempt would not be: the training that it waited for has gone."""
     order = begun().ended(1, 1, End(1 << 8, "refused"))
     assert isinstance(order, Leave)
@@ -124,7 +124,7 @@ def test_a_lost_node_uses_up_an_attempt() -> None:
     assert order.text.startswith("node b is lost; --max-restarts 0 leaves no attempt")
 
 
-def test_ends_in_words() -> None:
+def test_ends_as_text() -> None:
     assert describe(9) == "was killed by SIGKILL"
     assert describe(3 << 8) == "ended with status 3"
     assert describe(int(signal.SIGRTMIN) + 5).startswith("was killed by signal")

@@ -1,4 +1,4 @@
-"""Real jobs go on from a checkpoint that they never made themselves."""
+"""Real jobs continue from a checkpoint that they never made themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def new_job(seed: int) -> tuple[Any, Any]:
     return job, torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.9)
 
 
-def go_on(job: Any, schedule: Any, boundary: Any = lambda: None) -> list[tuple[str, str]]:
+def train(job: Any, schedule: Any, boundary: Any = lambda: None) -> list[tuple[str, str]]:
     """Further iterations, with random streams of their own: files have none."""
     torch.manual_seed(500 + rank())
     course = []
@@ -50,7 +50,7 @@ def go_on(job: Any, schedule: Any, boundary: Any = lambda: None) -> list[tuple[s
 
 
 def train_without(target: str, form: str) -> list[tuple[str, str]]:
-    """A job that saves a file in its own way, and goes on."""
+    """A job that saves a file in its own way, and continues."""
     job, schedule = new_job(1)
     for iteration in range(BEFORE):
         job.iterate(iteration)
@@ -64,7 +64,7 @@ def train_without(target: str, form: str) -> list[tuple[str, str]]:
         content = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
         content |= {"schedule": schedule.state_dict()} | ({"epoch": 1} if form == "horovod" else {})
         torch.save(content, target)
-    return go_on(job, schedule)
+    return train(job, schedule)
 
 
 def share_buffers(model: nn.Module) -> None:
@@ -79,7 +79,7 @@ def resume(place: Place) -> tuple[int, list[tuple[str, str]], list[str]]:
     job, schedule = new_job(2)
     attached = attach(job, place, extra={"schedule": schedule})
     iteration = int(attached.ckpt.restore())
-    course = go_on(job, schedule, attached.ckpt.step)
+    course = train(job, schedule, attached.ckpt.step)
     attached.ckpt.close()
     return iteration, course, [e.text() for e in attached.events if e.name == "notice"]
 
@@ -93,7 +93,7 @@ def resume(place: Place) -> tuple[int, list[tuple[str, str]], list[str]]:
         (HOROVODRUN, 2, "horovod"),
     ],
 )
-def test_a_job_goes_on_from_its_own_file_as_if_it_had_not_ended(
+def test_a_job_continues_from_its_own_file_as_if_it_had_not_ended(
     kind: str,
     size: int,
     form: str,
