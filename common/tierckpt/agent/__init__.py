@@ -1,1 +1,22 @@
 """Agent: the node's agent process, and the trainer's connection to it. No torch."""
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .address import AgentFiles, AgentSettings, environment_fingerprint
+    from .client import AgentClient, AgentConnection
+    from .flusher import Bases, EncodedSource, Flusher, LostBaseError, ShardGuard, open_base
+    from .flusher import retention_policy, sound_image
+    from .protocol import PROTOCOL, AgentAddress, AgentMessage, AgentStatus, AskProgress, Bye
+    from .protocol import Commit, CommitFailed, Committed, Finished, Flush, FlushFailed, FlushOrder
+    from .protocol import Flushed, Hello, Introduce, KnownNodes, LevelStatus, ListenFailed
+    from .protocol import ListenSettings, Listening, Message, PartySettings, PersistentSettings
+    from .protocol import Problem, Protect, ProtectFailed, Protected, Retire, ServedPlaces
+    from .protocol import SessionSettings, TaskStatus, Welcome, encode as encode_message
+    from .protocol import receive as receive_message, send as send_message, version_of
+    from .server import Agent, TrainerSession
+    from .status import GONE, RUNS, SILENT, Activity, StatusServer, Task, find_agents
+
+__getattr__ = lazy_exports(__name__)

@@ -19,3 +19,17 @@ program repeats is the redo log of databases (ARIES: Mohan et al., 1992).
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .copies import neighbours
+    from .journal import Journal
+    from .segments import BOUNDARY, FOLDER, HEAD_BYTES, ITSELF, STEP, FrameHead, JournalReader
+    from .segments import SegmentName, names_in
+    from .steps import REPEATABLE, CopiedTree, Image
+    from .writer import MAX_WAITING
+
+__getattr__ = lazy_exports(__name__)

@@ -4,3 +4,14 @@
 there, and its events; `view` has the values, and `drawing` shows them. Nothing is written, no
 trainer is asked, and the work of one look does not grow with the length of the job.
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .drawing import clock, drawn, span
+    from .observer import Observer, look_at
+    from .view import EventsView, LevelView, View
+
+__getattr__ = lazy_exports(__name__)
