@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.support.facts import facts_of
-from tierckpt.agent import protocol
-from tierckpt.agent.address import AgentFiles
-from tierckpt.agent.client import AgentClient, AgentConnection, AgentSettings
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
     PROTOCOL,
+    AgentClient,
+    AgentConnection,
+    AgentFiles,
     AgentMessage,
     Commit,
     CommitFailed,
@@ -29,17 +29,18 @@ from tierckpt.agent.protocol import (
     FlushOrder,
     Hello,
     Message,
-    Outdated,
     Problem,
     Protect,
     Protected,
     ProtectFailed,
     SessionSettings,
-    ShuttingDown,
-    Unwelcome,
     Welcome,
+    receive_message,
+    send_message,
     version_of,
 )
+from tierckpt.agent.client import AgentSettings
+from tierckpt.agent.protocol import Outdated, ShuttingDown, Unwelcome
 from tierckpt.format import ShardKey, VersionId
 
 ENDS = ["says nothing more", "says nonsense", "closes", "closes in mid message"]
@@ -85,7 +86,7 @@ class Agents:
         while True:
             self.channel.setblocking(False)
             try:
-                said, fds = protocol.receive(self.channel)
+                said, fds = receive_message(self.channel)
             except BlockingIOError:
                 return
             finally:
@@ -104,7 +105,7 @@ class Agents:
         assert self.channel is not None
         with contextlib.suppress(OSError):
             self.read()
-            protocol.send(self.channel, message)
+            send_message(self.channel, message)
             self.greeted = self.greeted or isinstance(message, Welcome)
 
     def close(self) -> None:
