@@ -31,8 +31,7 @@ from tierckpt.agent import (
     TrainerSession,
     open_base,
 )
-from tierckpt.codecs import Decoder, Pipeline
-from tierckpt.codecs.shard_coding import Read, cut
+from tierckpt.codecs import Decoder, Pipeline, Read, cut
 from tierckpt.format import (
     PAGE_BYTES,
     REPLICATED,

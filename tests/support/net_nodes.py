@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.peer_shards import wait_until
 from tierckpt.testing import Network, NoNetworkError, burst_bytes
-from tierckpt.testing.network import network
+from tierckpt.testing import temporary_network as network
 
 
 @contextlib.contextmanager

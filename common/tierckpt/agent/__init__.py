@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from .flusher import retention_policy, sound_image
     from .protocol import PROTOCOL, AgentAddress, AgentMessage, AgentStatus, AskProgress, Bye
     from .protocol import Commit, CommitFailed, Committed, Finished, Flush, FlushFailed, FlushOrder
-    from .protocol import Flushed, Hello, Introduce, KnownNodes, LevelStatus, ListenFailed
-    from .protocol import ListenSettings, Listening, Message, PartySettings, PersistentSettings
-    from .protocol import Problem, Protect, ProtectFailed, Protected, Retire, ServedPlaces
-    from .protocol import SessionSettings, TaskStatus, Welcome, encode as encode_message
-    from .protocol import receive as receive_message, send as send_message, version_of
+    from .protocol import Flushed, Hello, Inherit, Introduce, KnownNodes, LevelStatus, Listen
+    from .protocol import ListenFailed, ListenSettings, Listening, Message, Outdated, PartySettings
+    from .protocol import PersistentSettings, Problem, Progress, Protect, ProtectFailed, Protected
+    from .protocol import Retire, ServedPlaces, SessionSettings, ShuttingDown, TaskStatus, Unwelcome
+    from .protocol import Welcome, encode as encode_message, receive as receive_message
+    from .protocol import send as send_message, version_of
     from .server import Agent, TrainerSession
     from .status import GONE, RUNS, SILENT, Activity, StatusServer, Task, find_agents
 

@@ -20,7 +20,7 @@ from tierckpt import lazy_exports
 if TYPE_CHECKING:
     from .aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, fingerprint as key_fingerprint
     from .codec import OURS as OUR_CODECS, BlockId, Codec, CodecError, Pipeline
-    from .shard_coding import Base, Decoder
+    from .shard_coding import Base, Decoder, Read, cut
     from .zstd import Zstd, gather_planes, scatter_planes
 
 __getattr__ = lazy_exports(__name__)

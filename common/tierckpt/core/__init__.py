@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .levels import PENDING, PERSISTENT, RANK, REMEMBERED, Ledger, Level, place_of
     from .parts import Boundary
     from .restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
-    from .restore_plan import RestorePlan, Source, newest_whole, plan_restore
+    from .restore_plan import RestorePlan, Source, inventory_digest, newest_whole, pack_inventory
+    from .restore_plan import plan_restore, unpack_inventory
     from .retention import Best, HeldVersion, RetentionPolicy, best_of, milestones, retirable
     from .retention import retirable_names
     from .tuning import LOOK_STEPS, MIN_STEPS, SHARES, Change, Cost, CostEstimate, Hysteresis

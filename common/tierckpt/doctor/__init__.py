@@ -11,7 +11,7 @@ from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
     from .examination import LIMIT_SECONDS, Report, Section, examine
-    from .probes import Horovod, probe
+    from .probes import Horovod, probe, understand
     from .software import PROBE_SECONDS, Finding, Mark, Subject, good, valid_config, warning
 
 __getattr__ = lazy_exports(__name__)

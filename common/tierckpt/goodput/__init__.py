@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .account import CATEGORIES, Account, Ending, advice, document
+    from .account import CATEGORIES, Account, Ending, account as account_of, advice, document
     from .heartbeat import Heartbeat
     from .records import read as read_records
 

@@ -7,7 +7,7 @@ from tierckpt import lazy_exports
 if TYPE_CHECKING:
     from .fork import PARTS, Selection, matched
     from .history import Branch
-    from .run_notes import command_hash
+    from .run_notes import command_hash, facts_here, git_commit, launcher
     from .source import OwnMarks
     from .tree import tree_of
 

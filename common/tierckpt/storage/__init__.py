@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .claims import CLAIM_PREFIX, Claim, DirectoryClaim, Launch, is_claimed, launch_of
     from .claims import node_named
     from .durable import DirectFile, MappedFile, Mount, locks_are_local, mount_of
-    from .file_lock import close as close_lock, lock_shared, unlock
+    from .file_lock import close as close_lock, holder, lock_shared, unlock
     from .guarantees import try_directory
     from .health import PROBE_BYTES, Need, Room, check_directory, check_memory, memory_room
     from .health import size_text

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .fault_injection import commit_one, content_of, injected, is_sound, key_of, manifest_of
     from .groups import GroupAbortedError, GroupConformance, Program, ThreadGroup, run_ranks
     from .network import HUB_ADDRESS, Network, NoNetworkError, burst_bytes, free_ports
+    from .network import network as temporary_network
     from .tiny_job import BATCH, CLASSES, IN_FEATURES, TinyJob, fired, raw_bytes, run_in_child
     from .tiny_job import seed_everything, tiny_model, train
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .recorder import Trace, open_trace
-    from .timeline import MAX_ROWS, TREE_ROW, Interval, Span, Stats, Timeline, TimelineError, length
-    from .timeline import overlap, rows_of_step, size_buckets, step_of, summarize, typical_version
-    from .timeline import union
+    from .recorder import ALLREDUCE, COPIER, TRAINING, Trace, open_trace
+    from .timeline import MAX_ROWS, TREE_ROW, Interval, Span, Stats, Timeline, TimelineError, hidden
+    from .timeline import intersection, lanes, length, overlap, rows_of_step, size_buckets, step_of
+    from .timeline import summarize, typical_version, union, update_gaps
     from .traces import agreement, load as load_traces, read_entries, read_horovod, read_trace
     from .traces import write as write_traces
 

@@ -11,7 +11,8 @@ from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
     from .drawing import clock, drawn, span
-    from .observer import Observer, look_at
-    from .view import EventsView, LevelView, View
+    from .observer import Observer, level_views, look_at, restart_of, steps_per_second
+    from .view import AgentView, EventsView, Incident, JobState, LevelView, Node, Restart, Slow
+    from .view import View, Work
 
 __getattr__ = lazy_exports(__name__)

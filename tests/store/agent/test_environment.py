@@ -24,6 +24,7 @@ from tierckpt import _children
 from tierckpt.agent import (
     AgentAddress,
     AgentClient,
+    AgentSettings,
     Commit,
     FlushOrder,
     KnownNodes,
@@ -41,7 +42,6 @@ from tierckpt.agent import (
     process,
 )
 from tierckpt.agent import address as environment
-from tierckpt.agent.client import AgentSettings
 from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE, key_fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format import Manifest, ShardKey, VersionId

@@ -28,6 +28,7 @@ from tierckpt.agent import (
     AgentAddress,
     AgentClient,
     AgentFiles,
+    AgentSettings,
     Bye,
     Finished,
     Hello,
@@ -48,7 +49,6 @@ from tierckpt.agent import (
     send_message,
 )
 from tierckpt.agent import server as agent
-from tierckpt.agent.client import AgentSettings
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format import VersionId
 from tierckpt.peer import RemoteNode

@@ -28,12 +28,15 @@ from tierckpt.agent import (
     FlushFailed,
     FlushOrder,
     Hello,
+    Inherit,
     Introduce,
     KnownNodes,
+    Listen,
     ListenFailed,
     Listening,
     ListenSettings,
     Problem,
+    Progress,
     Protect,
     ProtectFailed,
     Retire,
@@ -43,7 +46,6 @@ from tierckpt.agent import (
     receive_message,
     send_message,
 )
-from tierckpt.agent.protocol import Inherit, Listen, Progress
 from tierckpt.codecs import OUR_CODECS
 from tierckpt.errors import TierckptError
 from tierckpt.format import ParityKey, ShardKey, VersionId

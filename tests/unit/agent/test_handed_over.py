@@ -20,6 +20,7 @@ from tierckpt.agent import (
     AgentConnection,
     AgentFiles,
     AgentMessage,
+    AgentSettings,
     Commit,
     CommitFailed,
     Committed,
@@ -29,18 +30,19 @@ from tierckpt.agent import (
     FlushOrder,
     Hello,
     Message,
+    Outdated,
     Problem,
     Protect,
     Protected,
     ProtectFailed,
     SessionSettings,
+    ShuttingDown,
+    Unwelcome,
     Welcome,
     receive_message,
     send_message,
     version_of,
 )
-from tierckpt.agent.client import AgentSettings
-from tierckpt.agent.protocol import Outdated, ShuttingDown, Unwelcome
 from tierckpt.format import ShardKey, VersionId
 
 ENDS = ["says nothing more", "says nonsense", "closes", "closes in mid message"]

@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from tierckpt.coordination import Offer, gather_inventories, is_sender
-from tierckpt.core import Found, FoundParity, Inventory, Location, Pin, Problem
-from tierckpt.core.restore_plan import inventory_digest, pack_inventory, unpack_inventory
+from tierckpt.core import (
+    Found,
+    FoundParity,
+    Inventory,
+    Location,
+    Pin,
+    Problem,
+    inventory_digest,
+    pack_inventory,
+    unpack_inventory,
+)
 from tierckpt.format import ParityKey, VersionFacts, VersionId
 from tierckpt.testing import run_ranks
 

@@ -11,7 +11,7 @@ from tests.support.event_stream import EventStream
 from tierckpt.errors import ConfigError
 from tierckpt.events import event_files
 from tierckpt.goodput import Account, Ending, advice, read_records
-from tierckpt.goodput.account import account
+from tierckpt.goodput import account_of as account
 
 
 def account_of(folder: Path, gap_seconds: float = math.inf) -> Account:

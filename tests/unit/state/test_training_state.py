@@ -17,15 +17,7 @@ from tierckpt.checkpointer import shard_bytes
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.format import PER_RANK, UNIT_BYTES
 from tierckpt.snapshot import CopyPlan
-from tierckpt.state import (
-    TrainingState,
-    label_optimizers,
-    load_rng,
-    pack_rng,
-    refuse_model,
-    training_state,
-    unwrap,
-)
+from tierckpt.state import TrainingState, label_optimizers, load_rng, pack_rng, refuse_model, unwrap
 
 
 def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
@@ -461,8 +453,6 @@ def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_
         for param in model.parameters():
             made = {key: torch.zeros(() if key == "step" else param.shape) for key in keys}
             optimizer.state[param] = made
-        taken = training_state.TrainingState(
-            model, training_state.label_optimizers(optimizer), None, None
-        )
+        taken = TrainingState(model, label_optimizers(optimizer), None, None)
         names.append([name for name, _, _ in taken.entries(taken.walk())])
     assert names[0] == names[1]

@@ -15,11 +15,13 @@ from tierckpt.errors import ConfigError
 from tierckpt.storage.persistent import (
     PersistentError,
     PosixBackend,
+    RetryingBackend,
     RetryPolicy,
+    advice,
+    is_transient,
     lacks_room,
     open_backend,
 )
-from tierckpt.storage.persistent.backend import RetryingBackend, advice, is_transient
 
 
 class AnswerError(Exception):

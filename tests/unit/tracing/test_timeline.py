@@ -18,6 +18,9 @@ from tierckpt.tracing import (
     Timeline,
     TimelineError,
     agreement,
+    hidden,
+    intersection,
+    lanes,
     length,
     overlap,
     read_entries,
@@ -25,9 +28,9 @@ from tierckpt.tracing import (
     size_buckets,
     summarize,
     union,
+    update_gaps,
     write_traces,
 )
-from tierckpt.tracing.timeline import hidden, intersection, lanes, update_gaps
 
 # --- intervals -----------------------------------------------------------------------------------
 

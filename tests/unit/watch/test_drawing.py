@@ -13,8 +13,21 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from rich.console import Console
 
-from tierckpt.watch import EventsView, LevelView, View, clock, drawn, span
-from tierckpt.watch.view import AgentView, Incident, JobState, Node, Restart, Slow, Work
+from tierckpt.watch import (
+    AgentView,
+    EventsView,
+    Incident,
+    JobState,
+    LevelView,
+    Node,
+    Restart,
+    Slow,
+    View,
+    Work,
+    clock,
+    drawn,
+    span,
+)
 
 NOW = 1_800_000_000.0
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "json.md"

@@ -7,8 +7,7 @@ from typing import Any
 from tierckpt.agent import LevelStatus
 from tierckpt.format import VersionId
 from tierckpt.offline import Row
-from tierckpt.watch import LevelView
-from tierckpt.watch.observer import level_views, restart_of, steps_per_second
+from tierckpt.watch import LevelView, level_views, restart_of, steps_per_second
 
 NOW = 1000.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.facts import facts_of
 from tierckpt.agent import AgentClient, AgentSettings, FlushOrder, SessionSettings
-from tierckpt.checkpointer.levels import Backlog, Promotion, flush_order
+from tierckpt.checkpointer import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination import Agreement, GroupBallots, JobHistory, JobTopology, PeerSetup
 from tierckpt.core import (

@@ -13,7 +13,10 @@ import pytest
 
 from tierckpt.cli import run_command
 from tierckpt.tracing import (
+    ALLREDUCE,
+    COPIER,
     MAX_ROWS,
+    TRAINING,
     TREE_ROW,
     Span,
     Timeline,
@@ -24,7 +27,6 @@ from tierckpt.tracing import (
     step_of,
     typical_version,
 )
-from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING
 
 US = 1e-6
 
