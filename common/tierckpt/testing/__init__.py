@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .tiny_job import BATCH, CLASSES, IN_FEATURES, TinyJob, fired, raw_bytes, run_in_child
     from .tiny_job import seed_everything, tiny_model, train
 
+# The names outside it are for Tierckpt's own tests.
 __all__ = [
     "BackendConformance",
     "CodecConformance",
