@@ -101,12 +101,14 @@ class Tree:
     @cached_property
     def one_importer(self) -> list[str]:
         """Modules that a single other module imports; without the faces of folders, and without
-        the parts of a checkpointer, which their table imports."""
+        the parts of a checkpointer, which their table imports. A face imports only what is public,
+        or what it loads with it."""
         importers = defaultdict(set)
-        for name, path in self.product.items():
-            for target in self._targets(path) - {name}:
-                importers[target].add(name)
         faces = {name for name, path in self.product.items() if path.name == "__init__.py"}
+        for name, path in self.product.items():
+            lazy = name in faces and "__all__" not in (ROOT / path).read_text()
+            for target in self._targets(path, early=lazy) - {name}:
+                importers[target].add(name)
         alone = {name for name, by in importers.items() if len(by) == 1} - faces
         of_table = {name for name in alone if importers[name] == {TABLE}}
         parts = {name for name in of_table if "(Part):" in (ROOT / self.product[name]).read_text()}

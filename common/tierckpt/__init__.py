@@ -6,6 +6,8 @@ Importing the package is cheap: torch is imported when something that needs it i
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
@@ -39,42 +41,6 @@ if TYPE_CHECKING:
     from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
     from .settings import Settings
-
-_HOME = {
-    "Attributes": "loop_state",
-    "Callbacks": "callbacks",
-    "Checkpointer": "checkpointer.checkpointer",
-    "Config": "config",
-    "load_config": "config",
-    "ConfigError": "errors",
-    "CorruptShardError": "errors",
-    "FormatError": "errors",
-    "NodeHealthError": "errors",
-    "PartReport": "lineage.fork",
-    "PinError": "errors",
-    "ReplicaError": "errors",
-    "RestoreError": "errors",
-    "StateMismatchError": "errors",
-    "StateTornError": "errors",
-    "TierckptError": "errors",
-    "UnsupportedStateError": "errors",
-    "Event": "events",
-    "JobEnd": "events",
-    "Group": "group",
-    "SingleGroup": "group",
-    "LoopState": "loop_state",
-    "Restored": "restored",
-    "History": "offline.comparison",
-    "SavedVersion": "offline.comparison",
-    "history": "offline.comparison",
-    "Saved": "offline.stored_version",
-    "load": "offline.stored_version",
-    "Latest": "offline.catalog",
-    "latest": "offline.catalog",
-    "ResumableLoader": "resumable_loader",
-    "ResumableSampler": "sampler",
-    "Settings": "settings",
-}
 
 __all__ = [
     "Attributes",
@@ -114,8 +80,34 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+def lazy_exports(face: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package with names that its modules define.
+
+    The names are those that the package imports under TYPE_CHECKING, its only list of them, which
+    mypy checks. A module is imported when one of its names is first used.
+    """
+
+    @cache
+    def homes() -> dict[str, tuple[str, str]]:
+        import ast
+        import pkgutil
+
+        tree = ast.parse(pkgutil.get_data(face, "__init__.py") or b"")
+        blocks = (node.body for node in tree.body if isinstance(node, ast.If))
+        imports = (node for body in blocks for node in body if isinstance(node, ast.ImportFrom))
+        return {
+            name.asname or name.name: ("." * node.level + (node.module or ""), name.name)
+            for node in imports
+            for name in node.names
+        }
+
+    def get(name: str) -> Any:
+        if name not in homes():
+            raise AttributeError(f"module {face!r} has no attribute {name!r}")
+        module, own_name = homes()[name]
+        return getattr(importlib.import_module(module, face), own_name)
+
+    return get
+
+
+__getattr__ = lazy_exports(__name__)

@@ -21,7 +21,7 @@ from tests.chaos.job import Orders, run, to_json
 from tests.chaos.plan import Shape
 from tests.chaos.rendezvous import Rendezvous
 from tests.support.crash.launcher import Process, quiet_environment
-from tierckpt.storage.job_directory import JobDirectory, job_id_of
+from tierckpt.storage import JobDirectory, job_id_of
 
 DISK_BYTES = 32 * 1024 * 1024
 MARK = "CHAOS_FOLDER"

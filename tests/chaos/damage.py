@@ -14,11 +14,10 @@ from pathlib import Path
 from tests.chaos.cluster import Cluster
 from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
-from tierckpt.core.restore_plan import Inventory, Location, plan_restore
+from tierckpt.core import Inventory, Location, plan_restore
 from tierckpt.format import ShardKey, VersionId, VersionName
-from tierckpt.journal.segments import FOLDER, SegmentName, names_in
-from tierckpt.storage.inventory import take_inventory
-from tierckpt.storage.local import LocalStore
+from tierckpt.journal import FOLDER, SegmentName, names_in
+from tierckpt.storage import LocalStore, take_inventory
 
 Hit = tuple[str, int, int, int]
 """(level, rank, generation, version) of a damaged copy; for parity, the rank is its holder."""

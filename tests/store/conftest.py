@@ -13,7 +13,7 @@ from tests.support.persistent_shards import ENDPOINT, SERVED, s3_options
 from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.tiny_course import fingerprints
 from tests.support.tmpfs import SIZE_BYTES, mount, unmount
-from tierckpt.storage.persistent.object_stores import ObstoreBackend
+from tierckpt.storage.persistent import ObstoreBackend
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,7 @@ import horovod.torch
 import torch
 
 import horovod_ckpt.torch
-from tierckpt.checkpointer.checkpointer import close_now
+from tierckpt.checkpointer import close_now
 
 
 def load(file: Path) -> ModuleType:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import xxhash
 
-from tierckpt.codecs.codec import BlockId
+from tierckpt.codecs import BlockId
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.manifest import Buffer, Parameter
+from tierckpt.format import Buffer, Parameter
 
 
 class Checksum:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_ckpt
 import tierckpt
 from tests.support import exact
-from tierckpt.state.names import unwrap
+from tierckpt.state import unwrap
 
 WIDTH, HIDDEN, ROWS = 64, 512, 32
 

@@ -21,12 +21,17 @@ from pathlib import Path
 
 from tests.support.facts import facts_named, manifest_of
 from tierckpt import _faults
-from tierckpt.agent.flusher import Bases, EncodedSource, ShardGuard, open_base
-from tierckpt.agent.protocol import Retire, SessionSettings
-from tierckpt.agent.server import TrainerSession
-from tierckpt.agent.status import Activity
-from tierckpt.codecs.codec import Pipeline
-from tierckpt.codecs.shard_coding import Decoder, Read, cut
+from tierckpt.agent import (
+    Activity,
+    Bases,
+    EncodedSource,
+    Retire,
+    SessionSettings,
+    ShardGuard,
+    TrainerSession,
+    open_base,
+)
+from tierckpt.codecs import Decoder, Pipeline, Read, cut
 from tierckpt.format import (
     PAGE_BYTES,
     REPLICATED,
@@ -36,9 +41,9 @@ from tierckpt.format import (
     TensorSpec,
     VersionId,
     digest,
+    encode_table,
 )
-from tierckpt.format.shard_file import encode_table
-from tierckpt.storage.local import LocalStore, open_encoded
+from tierckpt.storage import LocalStore, open_encoded
 from tierckpt.storage.persistent import (
     PersistentStore,
     RetentionPolicy,

@@ -12,7 +12,7 @@ from typing import Any
 
 from tierckpt.callbacks import Job
 from tierckpt.events import Event
-from tierckpt.exporters.exporter import Exporter
+from tierckpt.exporters import Exporter
 
 JOB = Job("demo-1a2b", rank=2, ranks=4, local_rank=0, levels=("memory", "local"))
 FIRST = Job("demo-1a2b", rank=0, ranks=4, local_rank=0, levels=("memory", "local"))

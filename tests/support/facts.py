@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.core.restore_plan import Found, FoundParity, Location
-from tierckpt.format import Manifest, VersionFacts
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, VersionName
+from tierckpt.core import Found, FoundParity, Location
+from tierckpt.format import (
+    Lineage,
+    Manifest,
+    ParityKey,
+    ShardKey,
+    VersionFacts,
+    VersionId,
+    VersionName,
+)
 
 RUN = "5eed"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tierckpt.format.ids import Lineage, VersionId, newest_first
+from tierckpt.format import Lineage, VersionId, newest_first
 
 
 @st.composite

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from tierckpt.doctor.probes import Horovod, probe
+from tierckpt.doctor import Horovod, probe
 
 
 def horovod_missing() -> str:

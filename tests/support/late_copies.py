@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.snapshot import copy_engine, snapshot
-from tierckpt.snapshot.copy_engine import Job
-from tierckpt.snapshot.copy_plan import Binding
-from tierckpt.snapshot.native_snapshot import NativeSnapshot
+from tierckpt.snapshot import Binding, Job, NativeSnapshot, copy_engine, snapshot
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:

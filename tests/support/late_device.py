@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from tierckpt.snapshot.copy_engine import Engine
-from tierckpt.snapshot.cuda import DeviceCopies
+from tierckpt.snapshot import DeviceCopies, Engine
 
 COPY = ctypes.CFUNCTYPE(
     ctypes.c_int,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.training import Job, Net, rank
-from tierckpt.checkpointer.adapter import Handle, PlainAdapter
+from tierckpt.checkpointer import Handle, PlainAdapter
 
 
 class ManualReducer:

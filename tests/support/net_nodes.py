@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.support.peer_shards import wait_until
-from tierckpt.testing.network import Network, NoNetworkError, burst_bytes, network
+from tierckpt.testing import Network, NoNetworkError, burst_bytes
+from tierckpt.testing import temporary_network as network
 
 
 @contextlib.contextmanager

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tierckpt.core.decisions import HaltRequest, Vote
-from tierckpt.core.parts import Boundary
+from tierckpt.core import Boundary, HaltRequest, Vote
 from tierckpt.format import VersionId
-from tierckpt.journal.journal import Journal
-from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.journal import Journal
+from tierckpt.replicas import ReplicaMonitor
 
 
 def boundary_at(version: int, start_seconds: float | None = None) -> Boundary:

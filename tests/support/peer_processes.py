@@ -24,10 +24,8 @@ from typing import Any, ClassVar, TextIO
 
 from tests.support.peer_shards import QUICK, SECRET, Members
 from tierckpt import _faults
-from tierckpt.erasure import kernels
-from tierckpt.erasure.codes import Code
-from tierckpt.peer.transport import Limits, Transport
-from tierckpt.peer.wire import Address
+from tierckpt.erasure import Code, find_isal
+from tierckpt.peer import Address, Limits, Transport
 
 VICTIM = 1
 ASK_SECONDS = 4.0
@@ -131,7 +129,7 @@ def main() -> None:
     if len(sys.argv) > 3:
         serve(int(sys.argv[3]), sys.argv[4], folder, plan, sys.stdin, sys.stdout)
         return
-    kernels.find_isal()  # all imports happen once, not in every child
+    find_isal()  # all imports happen once, not in every child
     for number, rule in enumerate(plan["rules"]):
         fared = scenario(folder / str(number), plan, rule)
         (folder / f"{number}.json").write_text(json.dumps(fared))

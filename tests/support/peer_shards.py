@@ -14,17 +14,28 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.facts import manifest_of
-from tierckpt.erasure.codes import Code
-from tierckpt.erasure.groups import RedundancyGroup
-from tierckpt.erasure.parity_manifest import ParityManifest
-from tierckpt.format import BLOCK_BYTES, PAGE_BYTES, ParityKey, ShardKey, VersionId, digest
-from tierckpt.format.shard_file import encode_table
-from tierckpt.peer.exchange import Exchange, Party, Report, Shard
-from tierckpt.peer.parity_file import check_parity
-from tierckpt.peer.transport import Limits, Transport
-from tierckpt.peer.windows import rebuild
-from tierckpt.peer.wire import Address
-from tierckpt.storage.local import LocalStore
+from tierckpt.erasure import Code, ParityManifest, RedundancyGroup
+from tierckpt.format import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    ParityKey,
+    ShardKey,
+    VersionId,
+    digest,
+    encode_table,
+)
+from tierckpt.peer import (
+    Address,
+    Exchange,
+    Limits,
+    Party,
+    Report,
+    Shard,
+    Transport,
+    check_parity,
+    rebuild,
+)
+from tierckpt.storage import LocalStore
 
 SECRET = b"one run"
 PATIENCE_SECONDS = 60.0

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tierckpt
 from tests.support import exact
 from tierckpt.snapshot import native_snapshot, snapshot
-from tierckpt.state.names import unwrap
+from tierckpt.state import unwrap
 
 WIDTH = 24
 ROWS = 6

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +61,22 @@ def test_every_public_name_is_there() -> None:
             assert getattr(package, name) is not None
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             _ = package.nonsense
+
+
+PACKAGE = Path(__file__).parents[2] / "common" / "tierckpt"
+FACES = sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("folder", FACES, ids=lambda folder: folder.name)
+def test_what_a_face_exports_is_there_and_hides_no_module(folder: Path) -> None:
+    if folder.name == "lightning":
+        pytest.importorskip("lightning")
+    source = ast.parse((folder / "__init__.py").read_text())
+    imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom) and node.level]
+    names = [each.asname or each.name for node in imports for each in node.names]
+    face = importlib.import_module(".".join(folder.relative_to(PACKAGE.parent).parts))
+    assert [name for name in names if not hasattr(face, name)] == []
+    assert [name for name in names if (folder / f"{name}.py").exists()] == []
 
 
 SECOND_NAMES = """

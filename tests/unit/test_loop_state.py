@@ -14,7 +14,7 @@ import torch
 
 import tierckpt
 from tierckpt import Attributes, LoopState
-from tierckpt.state import tree_codec
+from tierckpt.state import Arena, pack_tree, unpack_tree
 
 
 class Kind(Enum):
@@ -60,10 +60,10 @@ class Metric:
 
 def stored(state: Any) -> Any:
     """The state as a version has it: nothing is shared with the live objects."""
-    arena = tree_codec.Arena()
-    packed = json.loads(json.dumps(tree_codec.pack(state, "loop", arena.keep)))
+    arena = Arena()
+    packed = json.loads(json.dumps(pack_tree(state, "loop", arena.keep)))
     tensors = [each.clone() for each in arena.tensors]
-    return tree_codec.unpack(packed, lambda node: tensors[node["v"]])
+    return unpack_tree(packed, lambda node: tensors[node["v"]])
 
 
 def objects() -> dict[str, Any]:

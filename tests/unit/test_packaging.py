@@ -22,7 +22,7 @@ from tests.support.packages import (
     compiler,
 )
 from tierckpt._version import PACKAGES as TESTED
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 
 # Import package -> where it lies in the repository.
 PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt", "horovod_ckpt": "horovod_ckpt"}

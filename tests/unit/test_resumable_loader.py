@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import tierckpt
 from tierckpt.errors import TierckptError
 from tierckpt.resumable_loader import ResumableLoader
-from tierckpt.state import process_state, tree_codec
+from tierckpt.state import Arena, load_rng, pack_rng, pack_tree, unpack_tree
 
 EPOCHS, LENGTH, BATCH = 3, 11, 2  # six batches an epoch, the last one short
 
@@ -194,21 +194,19 @@ class Loop:
 
     def saved(self) -> tuple[str, str]:
         """The place and the global generators, as a checkpoint has them: text."""
-        arena = tree_codec.Arena()
-        place = json.dumps(tree_codec.pack(self.data.state_dict(), "data", arena.keep))
+        arena = Arena()
+        place = json.dumps(pack_tree(self.data.state_dict(), "data", arena.keep))
         return json.dumps(
             [place, [list(t) if isinstance(t, bytes) else t.tolist() for t in arena.tensors]]
-        ), json.dumps(
-            {kind: process_state.pack_rng()[kind].hex() for kind in ("python", "numpy", "torch")}
-        )
+        ), json.dumps({kind: pack_rng()[kind].hex() for kind in ("python", "numpy", "torch")})
 
     def restore(self, saved: tuple[str, str]) -> None:
         place, tensors = json.loads(saved[0])
         kept = [torch.tensor(each, dtype=torch.uint8) for each in tensors]
-        state = tree_codec.unpack(json.loads(place), lambda node: kept[node["v"]])
+        state = unpack_tree(json.loads(place), lambda node: kept[node["v"]])
         self.data.load_state_dict(state)
         streams = {kind: bytes.fromhex(each) for kind, each in json.loads(saved[1]).items()}
-        process_state.load_rng({**streams, "cuda": []})
+        load_rng({**streams, "cuda": []})
         self.data.restored()
         noise()  # numbers drawn before the loop do not count
 
@@ -455,10 +453,10 @@ def test_two_loaders(place: str) -> None:
     steps = run.pass_()
     for _ in range(count + 1):  # the boundary is passed when the next step is requested
         last = next(steps)
-    saved = copy.deepcopy([each.state_dict() for each in run.both]), process_state.pack_rng()
+    saved = copy.deepcopy([each.state_dict() for each in run.both]), pack_rng()
     rest = [*steps]
     again = Both()
-    process_state.load_rng(saved[1])
+    load_rng(saved[1])
     for data, state in zip(again.both, saved[0], strict=True):
         data.load_state_dict(state)
         data.restored()
@@ -489,12 +487,12 @@ def test_a_look_at_a_batch_is_no_epoch(looks: bool) -> None:
     seeded(1)
     loop = looked_at(looks)
     steps = [next(loop) for _ in range(6)]  # the second batch of epoch 1
-    saved, streams = copy.deepcopy(steps[-1][0].state_dict()), process_state.pack_rng()
+    saved, streams = copy.deepcopy(steps[-1][0].state_dict()), pack_rng()
     rest = [number for _, number in loop]
     assert (steps[-1][0].epoch, len(rest)) == (2, 4)
     again = looked_at(looks)
     data, _ = next(again)
-    process_state.load_rng(streams)
+    load_rng(streams)
     data.load_state_dict(saved)
     data.restored()
     assert [number for _, number in again] == rest

@@ -12,3 +12,15 @@
 
 Nothing is imported here: the agent imports only the codecs that it uses.
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, fingerprint as key_fingerprint
+    from .codec import OURS as OUR_CODECS, BlockId, Codec, CodecError, Pipeline
+    from .shard_coding import Base, Decoder, Read, cut
+    from .zstd import Zstd, gather_planes, scatter_planes
+
+__getattr__ = lazy_exports(__name__)

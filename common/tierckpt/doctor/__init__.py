@@ -4,3 +4,14 @@
 A check is independent of all others: an error in it is a finding. The checks of directories and
 memory are those of `storage.health`, which `tierckpt health` and jobs use before a start.
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .examination import LIMIT_SECONDS, Report, Section, examine
+    from .probes import Horovod, probe, understand
+    from .software import PROBE_SECONDS, Finding, Mark, Subject, good, valid_config, warning
+
+__getattr__ = lazy_exports(__name__)

@@ -10,3 +10,17 @@ are given. Each module builds on the ones before it:
 
 All but the last line need only the standard library and xxhash.
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .codes import Code, Matrix, MemberPlan, Round, Segment, Stripes, Task, coefficient
+    from .codes import decoding, inverse, invert, multiply, plan_encode, plan_member, plan_rebuild
+    from .codes import transfers
+    from .groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
+    from .kernels import Product, find_isal
+    from .parity_manifest import ParityManifest
+
+__getattr__ = lazy_exports(__name__)

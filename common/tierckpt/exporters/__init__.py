@@ -10,27 +10,18 @@ is imported when its exporter starts to work.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .exporter import Exporter
+    from .exporter import METRICS, PHASES, REASONS, SEVERITIES, SHAPES, Exporter, Kind, exporters_of
+    from .exporter import samples, zeros
     from .mlflow import MLflow
     from .opentelemetry import OpenTelemetry
     from .prometheus import PrometheusFile, PrometheusPort, PrometheusRegistry
     from .tensorboard import TensorBoard
     from .wandb import WandB
-
-_HOME = {
-    "Exporter": "exporter",
-    "MLflow": "mlflow",
-    "OpenTelemetry": "opentelemetry",
-    "PrometheusFile": "prometheus",
-    "PrometheusPort": "prometheus",
-    "PrometheusRegistry": "prometheus",
-    "TensorBoard": "tensorboard",
-    "WandB": "wandb",
-}
 
 __all__ = [
     "Exporter",
@@ -43,9 +34,4 @@ __all__ = [
     "WandB",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+__getattr__ = lazy_exports(__name__)

@@ -9,3 +9,14 @@ et al., 2025) and of its library ML Goodput Measurement.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .account import CATEGORIES, Account, Ending, account as account_of, advice, document
+    from .heartbeat import Heartbeat
+    from .records import read as read_records
+
+__getattr__ = lazy_exports(__name__)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from tierckpt import lazy_exports
 from tierckpt.core.parts import Part
 
 if TYPE_CHECKING:
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from tierckpt.config import Config
     from tierckpt.state.training_state import TrainingState
 
-__all__ = ["FOLDER", "Journaled"]
+    from .copies import neighbours
+    from .journal import Journal
+    from .segments import BOUNDARY, HEAD_BYTES, ITSELF, STEP, FrameHead, JournalReader
+    from .segments import SegmentName, names_in
+    from .steps import REPEATABLE, CopiedTree, Image
+    from .writer import MAX_WAITING
+
+__getattr__ = lazy_exports(__name__)
 
 FOLDER = "journal"
 """Folder of the journal in the directory of the local level."""

@@ -12,18 +12,14 @@ TIERCKPT_PATH set, every Trainer has the callback, without a change of the scrip
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
     from .callback import TierCheckpoint
 
 __all__ = ["TierCheckpoint"]
 
-
-def __getattr__(name: str) -> Any:
-    # Lazy: Lightning loads the entry points of this package also in jobs that do not use it.
-    if name != "TierCheckpoint":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .callback import TierCheckpoint
-
-    return TierCheckpoint
+# Lazy: Lightning loads the entry points of this package also in jobs that do not use it.
+__getattr__ = lazy_exports(__name__)

@@ -18,3 +18,17 @@ executes the plans. Each module builds on the ones before it:
 
 Standard library, numpy and xxhash; never torch.
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .exchange import Exchange, Party, Report, Shard
+    from .parity_file import check_parity
+    from .remote_reads import RemoteNode
+    from .transport import Limits, Transport
+    from .windows import AHEAD, rebuild, window_bytes_of
+    from .wire import HELLO_SECONDS, Address, Link, own_host, reach
+
+__getattr__ = lazy_exports(__name__)

@@ -8,5 +8,17 @@ reports the behaviour that the compared steps did not exercise.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .recorder import state_of
+    from .records import RankRun, Writer, read as read_records
+    from .runs import ProveError, Run, end_survivors
+    from .verdict import Departure, IncomparableError, Request, coverage_gaps, over_epochs
+
+__getattr__ = lazy_exports(__name__)
+
 WALL_CLOCK = "wall clock"
 """Key of a value in an object's state, not compared: times, which differ from run to run."""

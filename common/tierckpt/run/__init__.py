@@ -7,3 +7,16 @@ next attempt. A shim holds no thread, no CUDA context and no communication of to
 The idea is that of a zygote (Android), and of restarts in place of the launcher's (NVIDIA's
 Resiliency Extension).
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .coordinator import Coordinator, End, Finish, Leave, Spares, Start
+    from .coordinator import describe as describe_end
+    from .launcher import Place, parse as parse_options, place_of, slot_of, take_place
+    from .meeting import Connection, Meeting, meeting_of
+    from .preload import Learned, LearnedFile
+
+__getattr__ = lazy_exports(__name__)

@@ -21,3 +21,15 @@ versions are lost F r^(m+1) w^m times a second: F is two for each node with `par
 more than two, g - 1 with `xor` in groups of g. If failures hit restarts, too, a recovery of R takes
 M (exp(R / M) - 1) on average with a failure every M.
 """
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .course import Estimate, Study, document, simulate, with_best_intervals
+    from .model import Redundancy, Rung, Schedule, losses_per_second
+    from .scenario import EXAMPLES, TABLES, Bandwidth, Failures, Job, Level, Nodes, Restart
+    from .scenario import Scenario, assignments, merge_trees, read_tree, scenario_of
+
+__getattr__ = lazy_exports(__name__)

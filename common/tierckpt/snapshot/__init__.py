@@ -1,1 +1,17 @@
 """Snapshot: one version, copied into a slot while training continues."""
+
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
+
+if TYPE_CHECKING:
+    from .copy_engine import VARIABLE as ENGINE_VARIABLE, Desk, Engine, Job
+    from .copy_engine import describe as describe_engine, find as find_engine
+    from .copy_plan import Binding, CopyPlan
+    from .cuda import DeviceCopies, Sources
+    from .native_snapshot import NativeSnapshot
+    from .phase import Phase
+    from .snapshot import Snapshot
+    from .staging import Staging
+
+__getattr__ = lazy_exports(__name__)

@@ -15,58 +15,21 @@ before anything imports this package, and failures show the values that were com
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .conformance import (
-        BackendConformance,
-        CodecConformance,
-        HidingConformance,
-        StoreConformance,
-    )
-    from .fault_injection import injected
-    from .groups import GroupAbortedError, GroupConformance, ThreadGroup, run_ranks
-    from .tiny_job import TinyJob, run_in_child
+    from .conformance import BLOCKS, PLACE, BackendConformance, CodecConformance, HidingConformance
+    from .conformance import StoreConformance, noise, put
+    from .fault_injection import commit_one, content_of, injected, is_sound, key_of, manifest_of
+    from .groups import GroupAbortedError, GroupConformance, Program, ThreadGroup, run_ranks
+    from .network import HUB_ADDRESS, Network, NoNetworkError, burst_bytes, free_ports
+    from .network import network as temporary_network
+    from .tiny_job import BATCH, CLASSES, IN_FEATURES, TinyJob, fired, raw_bytes, run_in_child
+    from .tiny_job import seed_everything, tiny_model, train
 
-_HOME = {
-    "BATCH": "tiny_job",
-    "BLOCKS": "conformance",
-    "BackendConformance": "conformance",
-    "CLASSES": "tiny_job",
-    "CodecConformance": "conformance",
-    "GroupAbortedError": "groups",
-    "GroupConformance": "groups",
-    "HUB_ADDRESS": "network",
-    "HidingConformance": "conformance",
-    "IN_FEATURES": "tiny_job",
-    "Network": "network",
-    "NoNetworkError": "network",
-    "PLACE": "conformance",
-    "Program": "groups",
-    "StoreConformance": "conformance",
-    "ThreadGroup": "groups",
-    "TinyJob": "tiny_job",
-    "burst_bytes": "network",
-    "commit_one": "fault_injection",
-    "content_of": "fault_injection",
-    "fired": "tiny_job",
-    "free_ports": "network",
-    "injected": "fault_injection",
-    "is_sound": "fault_injection",
-    "key_of": "fault_injection",
-    "manifest_of": "fault_injection",
-    "noise": "conformance",
-    "put": "conformance",
-    "raw_bytes": "tiny_job",
-    "run_in_child": "tiny_job",
-    "run_ranks": "groups",
-    "seed_everything": "tiny_job",
-    "tiny_model": "tiny_job",
-    "train": "tiny_job",
-}
-"""Names outside `__all__` are for Tierckpt's own tests."""
-
+# The names outside it are for Tierckpt's own tests.
 __all__ = [
     "BackendConformance",
     "CodecConformance",
@@ -81,9 +44,4 @@ __all__ = [
     "run_ranks",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{home}", __name__), name)
+__getattr__ = lazy_exports(__name__)

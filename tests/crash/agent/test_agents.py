@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.crash.launcher import PATIENCE_SECONDS, Job, Life, Process
 from tests.support.crash.scenario import RANKS, STEPS
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 
 EARLIEST, FLUSHED, VICTIM = 4, 16, 1

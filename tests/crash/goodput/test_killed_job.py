@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 30
@@ -110,7 +110,7 @@ def test_lost_steps_and_time_are_those_of_the_job(
     )
     assert done.returncode == 0, done.stderr
     ended = time.time()
-    assert main(["goodput", str(tmp_path / "events"), "--json"]) == 0
+    assert run_command(["goodput", str(tmp_path / "events"), "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
 
     journals = [tmp_path / f"journal-r{rank}" for rank in range(2)]

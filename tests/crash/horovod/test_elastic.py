@@ -17,7 +17,7 @@ from tests.support.crash.launcher import ROOT, quiet_environment
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand, points
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.crash.launcher import Job, Life
-from tierckpt.cli.main import main
-from tierckpt.journal.segments import BOUNDARY, FOLDER, HEAD_BYTES, STEP, FrameHead, names_in
-from tierckpt.journal.writer import MAX_WAITING
+from tierckpt.cli import run_command
+from tierckpt.journal import BOUNDARY, FOLDER, HEAD_BYTES, MAX_WAITING, STEP, FrameHead, names_in
 
 KILLED = {1: "kill@script:step=12,phase=backward"}
 JOURNAL_KILLS = [f"kill@journal:version=9,kind={kind}" for kind in (STEP, BOUNDARY)]
@@ -67,7 +66,7 @@ def test_a_restart_makes_the_steps_again(
     killed_after(journaled, 1, KILLED, "first", 2)
     if reboot:
         journaled.reboot()
-        assert main(["list", str(journaled.store.directory)]) == 0
+        assert run_command(["list", str(journaled.store.directory)]) == 0
     rule = {0: "kill@script:step=17,phase=forward"}
     second = journaled.start(rule, gates={"second": 15}).waiting("second")
     assert 12 - MAX_WAITING <= second.start <= 12

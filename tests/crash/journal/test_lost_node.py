@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.crash.launcher import Job, Life
 from tests.support.crash.scenario import RANKS
-from tierckpt.cli.main import main
-from tierckpt.journal.segments import FOLDER, ITSELF, names_in
-from tierckpt.journal.writer import MAX_WAITING
-from tierckpt.storage.local import LocalStore
+from tierckpt.cli import run_command
+from tierckpt.journal import FOLDER, ITSELF, MAX_WAITING, names_in
+from tierckpt.storage import LocalStore
 
 LAST = 12
 STORED, PROTECTED = "stored", "protected"
@@ -65,7 +64,7 @@ def test_the_steps_are_made_again_from_the_copy(
 ) -> None:
     killed(job)
     lose(job, node)
-    assert main(["list", *(str(folder_of(job, r).parent) for r in {0, 1} - {node})]) == 0
+    assert run_command(["list", *(str(folder_of(job, r).parent) for r in {0, 1} - {node})]) == 0
     listed = capsys.readouterr().out
     resumed = job.live()
     assert LAST - 1 - MAX_WAITING <= resumed.start <= LAST

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.crash.launcher import Job, Life
 from tierckpt import load
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 
 OTHER = {"decay": 0.5}
 
@@ -41,9 +41,9 @@ def test_the_job_goes_back_once_and_then_on_in_the_new_line(
     if by == "setting":
         job.settings["rollback_to"] = 8
     else:
-        assert main(["rollback", path, "8"]) == 0
+        assert run_command(["rollback", path, "8"]) == 0
         assert "the next start goes back to v8, on all ranks" in capsys.readouterr().out
-        assert main(["list", path]) == 0
+        assert run_command(["list", path]) == 0
         assert "the next start goes back to v8" in capsys.readouterr().out
     # Killed before it had a version of its own: memory and disk have newer ones of the old line.
     back = job.live({1: "kill@script:step=8,phase=begin"}, **OTHER)
@@ -81,7 +81,7 @@ def test_a_version_that_does_not_exist_ends_the_start_and_names_the_nearest(
     assert "TIERCKPT_ROLLBACK_TO=9" in job.output()
     assert not refused.survived
     path = str(job.store.directory)
-    assert main(["rollback", path, "9"]) == 1
+    assert run_command(["rollback", path, "9"]) == 1
     assert "The nearest complete versions here are v4, v8, v12, v16" in capsys.readouterr().err
     assert job.live(settings={"rollback_to": 0}).start == 18
     job.ended_as_undisturbed()
@@ -90,17 +90,17 @@ def test_a_version_that_does_not_exist_ends_the_start_and_names_the_nearest(
 def test_a_request_can_be_taken_back(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     diverged(job)
     path = str(job.store.directory)
-    assert main(["rollback", path, "--cancel"]) == 1
+    assert run_command(["rollback", path, "--cancel"]) == 1
     assert "there is no request to go back" in capsys.readouterr().err
-    assert main(["rollback", path, "4"]) == 0
-    assert main(["rollback", path, "--cancel"]) == 0
+    assert run_command(["rollback", path, "4"]) == 0
+    assert run_command(["rollback", path, "--cancel"]) == 0
     assert "v4 is taken back" in capsys.readouterr().out
     assert job.live({1: "kill@script:step=18,phase=begin"}).start == 18
     # Carried out, but without a version yet: the way forward is another rollback.
-    assert main(["rollback", path, "4"]) == 0
+    assert run_command(["rollback", path, "4"]) == 0
     assert job.live({0: "kill@script:step=4,phase=begin"}).start == 4
-    assert main(["rollback", path, "--cancel"]) == 1
+    assert run_command(["rollback", path, "--cancel"]) == 1
     assert "went back to v4 already" in capsys.readouterr().err
-    assert main(["rollback", path, "16"]) == 0
+    assert run_command(["rollback", path, "16"]) == 0
     assert job.live().start == 16
     job.ended_as_undisturbed()

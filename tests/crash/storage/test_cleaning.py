@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.storage import LocalStore
 from tierckpt.storage import local as localstore
-from tierckpt.storage.local import LocalStore
 
 
 def test_a_commit_that_ends_while_files_are_cleaned_up_keeps_its_data(

@@ -16,9 +16,9 @@ import pytest
 from tests.support.crash.launcher import Job
 from tests.support.crash.scenario import RANKS
 from tests.support.thorough import points
-from tierckpt.agent.flusher import sound_image
+from tierckpt.agent import sound_image
 from tierckpt.format import Manifest
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 
 # The first three creations fill the pool. v4 and v8 are committed, and their slots' next versions
 # need other files: the fourth and the fifth creation; only the fifth finds a retired file.

@@ -19,7 +19,7 @@ from tests.dist.peer.test_peer_level import (
     settings,
 )
 from tests.support.training import Place, attach, make_job, restored_into, train
-from tierckpt.storage.marks import LocalPins
+from tierckpt.storage import LocalPins
 
 
 def come_back_and_crash(

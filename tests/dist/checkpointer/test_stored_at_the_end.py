@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import tierckpt
 from tests.support.training import WIDTH, Place, attach, make_job, rank
 from tierckpt import _faults
-from tierckpt.cli.main import main
-from tierckpt.storage.slot_pool import SlotPool
+from tierckpt.cli import run_command
+from tierckpt.storage import SlotPool
 
 ROWS, STEPS = 4, 6
 TIMINGS: dict[str, dict[str, Any]] = {
@@ -75,4 +75,4 @@ def test_equal_runs_end_with_equal_versions(
         assert latest is not None
         assert latest.version == STEPS
     first, *others = (place.path for place in places.values())
-    assert [main(["diff", first, other]) for other in others] == [0] * len(others)
+    assert [run_command(["diff", first, other]) for other in others] == [0] * len(others)

@@ -15,7 +15,7 @@ from tests.dist.storage.test_persistent_level import settings as persistent_sett
 from tests.support import exact
 from tests.support.training import Place, attach, make_job, restored_into, train
 from tierckpt.format import Manifest
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 
 STEPS = 5

@@ -9,14 +9,14 @@ import pytest
 
 import tierckpt
 from tests.support.training import Place, attach, make_job, train
-from tierckpt.codecs.aes_gcm import KEY_VARIABLE, fingerprint
+from tierckpt.codecs import KEY_VARIABLE, key_fingerprint
 
 KEY, OTHER = "5e" * 32, "a7" * 32
 ENCRYPTED = {"local_codecs": "aes-gcm", "local_every_steps": 1}
 
 
 def key_id(key: str) -> str:
-    return fingerprint(bytes.fromhex(key))
+    return key_fingerprint(bytes.fromhex(key))
 
 
 def refused(place: Place) -> str:

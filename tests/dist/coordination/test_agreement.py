@@ -17,9 +17,8 @@ import tierckpt
 import tierckpt.coordination.agreement
 from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.coordination.ballots import SharedBallots
-from tierckpt.coordination.versions import SlotHandoff
-from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.coordination import SharedBallots, SlotHandoff
+from tierckpt.snapshot import Snapshot
 
 
 def taken(attached: Attached) -> dict[str, list[int]]:

@@ -21,10 +21,9 @@ import pytest
 from tests.dist.peer.test_peer_level import EARLIER, STEPS, protected_at
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt.agent.address import AgentSettings
-from tierckpt.peer.remote_reads import RemoteNode
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.slots import sealed_at
+from tierckpt.agent import AgentSettings
+from tierckpt.peer import RemoteNode
+from tierckpt.storage import JobDirectory, sealed_at
 
 NODES = "abcd"
 """The job starts on three nodes; d is a spare."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from tests.support.star_group import StarGroup, run_star
 from tests.support.training import Place, attach, make_job, train
+from tierckpt.coordination import GroupBallots, RankGoneError
 from tierckpt.coordination import ballots as vote_exchange
 from tierckpt.coordination import leader_tree as module
-from tierckpt.coordination.ballots import GroupBallots, RankGoneError
 from tierckpt.coordination.leader_tree import leader_tree
 from tierckpt.group import Node
 

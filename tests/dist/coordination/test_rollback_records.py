@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.support.star_group import StarGroup, run_star
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.testing import TinyJob
 
 NODES = ("n0", "n1")
@@ -43,7 +43,7 @@ def test_a_node_without_the_record_gets_it(tmp_path: Path, shm_dir: Path) -> Non
         return [each.value for each in run_star(len(NODES), start, *job, rollback_to, steps)]
 
     assert began(0, 6) == [0, 0]
-    assert main(["rollback", str(tmp_path / "n1"), "3"]) == 0
+    assert run_command(["rollback", str(tmp_path / "n1"), "3"]) == 0
     request = requests[1].read_bytes()
     assert began(0, 5) == [3, 3]
     assert [each.exists() for each in (*records, *requests)] == [True, True, False, False]

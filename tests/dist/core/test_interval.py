@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training import Attached, Place, attach, crash_after, make_job, rank, train
-from tierckpt.core.levels import MEMORY
-from tierckpt.core.tuning import Cost, CostEstimate
+from tierckpt.core import MEMORY, Cost, CostEstimate
 
 BOTH = {"memory_every_steps": "auto", "local_every_steps": "auto", "slots": 3}
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.lineage.tree import tree_of
+from tierckpt.lineage import tree_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -17,8 +17,7 @@ from tests.support import exact
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import horovod, working_in
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.offline.comparison import compare
-from tierckpt.offline.stored_version import open_version
+from tierckpt.offline import compare, open_version
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"

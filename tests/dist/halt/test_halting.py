@@ -16,8 +16,8 @@ import ddp_ckpt
 import tierckpt
 from tests.support.rank_pool import GLOO, HOROVODRUN
 from tests.support.training import Job, Place, attach, make_horovod_job, make_job, rank, sgd
-from tierckpt.core import decisions
-from tierckpt.halt import controller, request_file
+from tierckpt.core import HaltRequest
+from tierckpt.halt import controller, write_request
 
 DURABLE = {"local_every_steps": 1000}
 """Without a halt, no version would go to disk."""
@@ -193,7 +193,7 @@ def requested(place: Place) -> tuple[int, list[int]]:
             job.iterate(attached.ckpt.iteration)
             attached.ckpt.step()
             if attached.ckpt.iteration == 2 and rank() == 1:
-                request_file.write(place.path, decisions.HaltRequest(after_version=1))
+                write_request(place.path, HaltRequest(after_version=1))
         attached.ckpt.close()
     return attached.ckpt.version, attached.versions("committed", "local")
 

@@ -24,7 +24,7 @@ from tests.support.training import (
     under_horovod,
 )
 from tierckpt.errors import ConfigError
-from tierckpt.snapshot.phase import Phase
+from tierckpt.snapshot import Phase
 
 STEPS = 6
 WAYS = pytest.mark.parametrize("kind", ["ddp", HOROVODRUN])

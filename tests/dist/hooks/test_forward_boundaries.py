@@ -18,7 +18,7 @@ from tests.support import exact
 from tests.support.rank_pool import ROOT
 from tests.support.training import Net, Place, attach, make_job, sgd
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
+from tierckpt.hooks import STEPS_UNTIL_CALL
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 

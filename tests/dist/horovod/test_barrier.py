@@ -32,8 +32,7 @@ from tests.support.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot.phase import Phase
-from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.snapshot import Phase, Snapshot
 
 PATIENCE_SECONDS = 120.0
 silent = partial(sgd, fused=True)  # this changes no version counter: only the barrier can help

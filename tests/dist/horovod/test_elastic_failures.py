@@ -19,8 +19,8 @@ from tests.support import exact
 from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
-from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.restore import session, verification
+from tierckpt.coordination import ErrorBarrier
+from tierckpt.restore import VerifiedVersion, session, verification
 
 SCRIBBLED = 12345.0
 PATIENCE_SECONDS = 60.0
@@ -63,7 +63,7 @@ def all_loaded(_: Any, together: ErrorBarrier) -> None:
 
 
 END = ErrorBarrier.__exit__
-TORN: Instead = (verification.VerifiedVersion, "visit", half_loaded)
+TORN: Instead = (VerifiedVersion, "visit", half_loaded)
 BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
 BEHIND: Instead = (verification, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}

@@ -27,7 +27,7 @@ from tests.support.elastic_script import (
 )
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, batch, rank
-from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
+from tierckpt.hooks import STEPS_UNTIL_CALL
 from tierckpt.snapshot import snapshot
 
 # --- going back ----------------------------------------------------------------------------------

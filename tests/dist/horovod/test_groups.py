@@ -10,7 +10,7 @@ import pytest
 import tierckpt
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.training import horovod, rank_0_first
-from tierckpt.coordination.ballots import GroupBallots
+from tierckpt.coordination import GroupBallots
 from tierckpt.testing import GroupConformance, Program
 
 MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}

@@ -26,7 +26,7 @@ from tests.support.training import (
     rank_0_first,
     train,
 )
-from tierckpt.cli.trace import load
+from tierckpt.tracing import load_traces
 
 # --- a part of the job, and a job of one ---------------------------------------------------------
 
@@ -135,7 +135,7 @@ def check_side_by_side(told: list[dict[str, Any]], folder: Path) -> None:
         assert {each.parent.name for each in used} <= {home for home, _ in records}
         assert found - used == {Path(home) / form.format(rank) for home, rank in records}
     for number, layers in ((pair, 5), (single, 3)):
-        timeline = load(
+        timeline = load_traces(
             [*(folder / "traces" / f"process-set-{number}").glob("trace-r*.json")], None
         )
         for rank in timeline.ranks():

@@ -15,8 +15,8 @@ from tqdm import tqdm
 import tierckpt
 from tests.support import exact
 from tests.support.rank_pool import ALONE, RankPool
-from tierckpt.checkpointer.checkpointer import Checkpointer
-from tierckpt.cli.main import main
+from tierckpt import Checkpointer
+from tierckpt.cli import run_command
 
 lightning = pytest.importorskip("lightning.pytorch")
 transformers = pytest.importorskip("transformers")
@@ -120,7 +120,7 @@ def lightning_continues_from_an_exported_file(tmp_path: Path, shm: str) -> None:
     settings = {"agent": "inline", "local_every_steps": 1}
     fit(tmp_path, AT, [TierCheckpoint(path=str(tmp_path / "ckpts"), **settings)])
     out = tmp_path / "exported.ckpt"
-    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out)]) == 0
     trainer, module = fit(tmp_path, END, ckpt_path=str(out), weights_only=True)
     assert (image(module, *trainer.optimizers), module.seen) == wanted
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1
@@ -134,7 +134,7 @@ def a_plain_job_and_lightning_exchange_files(tmp_path: Path, shm: str) -> None:
     saving = ModelCheckpoint(tmp_path, "theirs", every_n_train_steps=AT)
     trainer, module = fit(tmp_path, AT, [saving])
     arguments = ["import", str(tmp_path / "theirs.ckpt"), str(tmp_path / "ckpts")]
-    assert main([*arguments, "--prefix", "net."]) == 0
+    assert run_command([*arguments, "--prefix", "net."]) == 0
     again = Module()
     optimizer = torch.optim.Adam(again.net.parameters(), lr=3.0)
     given = {"path": str(tmp_path / "ckpts"), "agent": "inline"}
@@ -142,7 +142,7 @@ def a_plain_job_and_lightning_exchange_files(tmp_path: Path, shm: str) -> None:
         assert ckpt.restore() == AT
         assert image(again, optimizer) == image(module, *trainer.optimizers)
     out = tmp_path / "ours.ckpt"
-    assert main(["export", str(tmp_path / "ckpts"), str(out), "--prefix", "net."]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out), "--prefix", "net."]) == 0
     content = torch.load(out, weights_only=True)
     assert content["global_step"] == AT
     content["lr_schedulers"] = [trainer.lr_scheduler_configs[0].scheduler.state_dict()]
@@ -156,7 +156,7 @@ def an_imported_version_is_refused_by_the_callback_with_advice(tmp_path: Path, s
     from tierckpt.lightning import TierCheckpoint
 
     torch.save(Module().state_dict(), tmp_path / "weights.pt")
-    assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "weights.pt"), str(tmp_path / "ckpts")]) == 0
     ours = TierCheckpoint(path=str(tmp_path / "ckpts"), agent="inline")
     with pytest.raises(tierckpt.RestoreError, match=r"Give Lightning the file itself"):
         fit(tmp_path, 1, [ours])
@@ -227,7 +227,9 @@ def a_trainer_continues_from_an_exported_folder(tmp_path: Path, shm: str) -> Non
     settings = {"path": str(tmp_path / "ckpts"), "agent": "inline", "local_every_steps": 1}
     train(tmp_path, AT, TierTrainer, tierckpt=settings)
     out = tmp_path / f"checkpoint-{AT}"
-    assert main(["export", str(tmp_path / "ckpts"), str(out), "--format", "transformers"]) == 0
+    assert (
+        run_command(["export", str(tmp_path / "ckpts"), str(out), "--format", "transformers"]) == 0
+    )
     resumed = train(tmp_path, END, resume=str(out))
     assert image(resumed.model) == image(undisturbed.model)
     assert losses(resumed) == losses(undisturbed)
@@ -242,7 +244,7 @@ def a_folder_of_a_trainer_becomes_a_version_of_a_plain_job(tmp_path: Path, shm: 
     os.environ["TIERCKPT_SHM_DIR"] = shm
     theirs = train(tmp_path, AT)
     folder = tmp_path / "out" / f"checkpoint-{AT}"
-    assert main(["import", str(folder), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(folder), str(tmp_path / "ckpts")]) == 0
     model = model_of(seed=5)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     other = [p for p in model.parameters() if p.dim() <= 1]
@@ -268,7 +270,7 @@ def accelerate_takes_an_imported_version(tmp_path: Path, shm: str) -> None:
     with torch.no_grad():
         before[0].weight.add_(1.0)
     torch.save({"model": before.state_dict(), "iteration": AT}, tmp_path / "source.pt")
-    assert main(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4))
     accelerator = Accelerator(cpu=True)
     net = Module().net

@@ -13,7 +13,7 @@ import torch
 import tierckpt
 from tests.support.thorough import swept_points
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.testing import tiny_model
 
 POINTS = [
@@ -43,7 +43,7 @@ def test_an_interrupted_import_leaves_no_version(fault: str, tmp_path: Path) -> 
     status = tierckpt_with(fault, tmp_path, "import", source, path)
     assert status == (-signal.SIGKILL if fault.startswith("kill") else 1)
     assert not list(path.glob("*.manifest"))
-    assert main(["import", str(source), str(path)]) == 0  # nothing is in the way
+    assert run_command(["import", str(source), str(path)]) == 0  # nothing is in the way
     assert tierckpt.load(path).version == 1
 
 
@@ -51,9 +51,9 @@ def test_an_interrupted_import_leaves_no_version(fault: str, tmp_path: Path) -> 
 def test_a_killed_export_leaves_no_target(form: str, tmp_path: Path) -> None:
     source, path, out = tmp_path / "source.pt", tmp_path / "ckpts", tmp_path / "out"
     torch.save(tiny_model().state_dict(), source)
-    assert main(["import", str(source), str(path)]) == 0
+    assert run_command(["import", str(source), str(path)]) == 0
     command = ("export", path, out, "--format", form)
     assert tierckpt_with(EXPORT_KILLS[0], tmp_path, *command) == -signal.SIGKILL
     assert not out.exists()
-    assert main([*map(str, command)]) == 0
+    assert run_command([*map(str, command)]) == 0
     assert out.exists()

@@ -25,7 +25,7 @@ from tests.support.training import (
     rank,
     under_horovod,
 )
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 
 normed = partial(Net, norm=nn.BatchNorm1d)
 BEFORE, AFTER = 3, 3
@@ -106,8 +106,8 @@ def test_a_job_continues_from_its_own_file_as_if_it_had_not_ended(
     source = tmp_path / ("folder" if form == "dcp" else "file.pt")
     place = Place.under(tmp_path, shm_dir)
     undisturbed = ranks(size, kind).run(train_without, str(source), form)
-    assert main(["import", str(source), place.path]) == 0
+    assert run_command(["import", str(source), place.path]) == 0
     resumed = ranks(size, kind).run(resume, place)
     assert [iteration for iteration, *_ in resumed] == [BEFORE] * size
     assert [course for _, course, _ in resumed] == undisturbed
-    assert main(["verify", place.path]) == 0
+    assert run_command(["verify", place.path]) == 0

@@ -14,8 +14,7 @@ import pytest
 from tests.support.net_nodes import network_fixture
 from tests.support.restart_job import RestartJob, undisturbed_curves
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.journal.segments import FOLDER, names_in
-from tierckpt.journal.writer import MAX_WAITING
+from tierckpt.journal import FOLDER, MAX_WAITING, names_in
 from tierckpt.testing import Network
 
 LATE_STEP = 20

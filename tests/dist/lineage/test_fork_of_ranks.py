@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.support.star_group import StarGroup, run_star
-from tierckpt.lineage.tree import tree_of
+from tierckpt.lineage import tree_of
 from tierckpt.testing import TinyJob
 
 STEPS = 5

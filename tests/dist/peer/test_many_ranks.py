@@ -24,8 +24,7 @@ import pytest
 from tests.support.star_group import StarGroup, run_star
 from tests.support.thorough import on_demand
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.testing import NoNetworkError, TinyJob
-from tierckpt.testing.network import network
+from tierckpt.testing import NoNetworkError, TinyJob, temporary_network
 
 VARIABLE = "MANY_RANKS"
 RANKS = int(os.environ.get(VARIABLE, "24"))
@@ -41,7 +40,7 @@ def spaces() -> Iterator[list[str]]:
     """Names of the nodes' network namespaces; empty if they cannot be made."""
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(network(NODES)).nodes
+            found = stack.enter_context(temporary_network(NODES)).nodes
         except NoNetworkError:
             found = []
         yield found

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.net_nodes import NodeProcess, narrowed, network_fixture
 from tests.support.peer_shards import PATIENCE_SECONDS, Members, nothing_of
-from tierckpt.erasure.codes import Code
+from tierckpt.erasure import Code
 from tierckpt.testing import Network
 
 CODE = Code(3, 2, 1)

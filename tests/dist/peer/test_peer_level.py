@@ -14,12 +14,11 @@ import pytest
 
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt.erasure.parity_manifest import ParityManifest
+from tierckpt.erasure import ParityManifest
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format import Manifest
-from tierckpt.restore import rebuild
-from tierckpt.restore.shards import ShardImage
-from tierckpt.storage.local import LocalStore
+from tierckpt.restore import ShardImage, rebuild
+from tierckpt.storage import LocalStore
 
 EARLIER, STEPS = 3, 7
 PATIENCE_SECONDS = 60.0

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.peer_shards import Members
 from tests.support.thorough import points
-from tierckpt.erasure.codes import Code
+from tierckpt.erasure import Code
 
 CODE = Code(4, 2, 1)
 LENGTHS = [(5 << 20) - 4096 * i for i in range(4)]

@@ -14,7 +14,7 @@ import pytest
 from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
-from tierckpt.proof.runs import end_survivors
+from tierckpt.proof import end_survivors
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "tests" / "support" / "prove_script.py")

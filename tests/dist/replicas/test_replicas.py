@@ -23,8 +23,7 @@ from tests.support.rank_pool import HOROVODRUN
 from tests.support.state_matrix.matrix import CASES, PRODUCT
 from tests.support.thorough import everything
 from tests.support.training import Net, Place, import_adapter, make_horovod_job
-from tierckpt.replicas import replica_check, replicated_state
-from tierckpt.replicas.replica_check import Finding
+from tierckpt.replicas import Finding, replica_check, replicated_state
 
 ROUND = 5
 BEHIND = 3

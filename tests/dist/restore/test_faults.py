@@ -28,8 +28,8 @@ from tests.support.training import (
     restored_into,
     working_in,
 )
-from tierckpt.storage.durable import MappedFile
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.storage import MappedFile
+from tierckpt.storage.persistent import PosixBackend
 
 STEPS = persistent.STEPS
 

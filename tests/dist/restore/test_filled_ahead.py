@@ -22,9 +22,7 @@ from tests.support.training import (
     restored_into,
 )
 from tierckpt.format import Piece
-from tierckpt.restore import verification
-from tierckpt.restore.loader import TensorPreallocator
-from tierckpt.restore.shards import Part
+from tierckpt.restore import Part, TensorPreallocator, verification
 
 STEPS = 4
 

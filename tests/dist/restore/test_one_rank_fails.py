@@ -17,7 +17,7 @@ from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.thorough import points
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.checkpointer.start import Restart
+from tierckpt.checkpointer import Restart
 from tierckpt.restore import verification
 
 PACKAGE = Path(tierckpt.__file__).parent

@@ -14,8 +14,8 @@ from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.training import Place, attach, crash_after, make_job, rank, working_in
 from tierckpt.format import Manifest
-from tierckpt.restore.shards import ShardImage
-from tierckpt.storage.persistent.shards import ShardReader
+from tierckpt.restore import ShardImage
+from tierckpt.storage.persistent import ShardReader
 
 
 def volume(place: Place, settings: dict[str, Any], host: int | None = None) -> dict[str, Any]:

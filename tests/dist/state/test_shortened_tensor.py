@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_ckpt
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.core.levels import MEMORY
+from tierckpt.coordination import Agreement
+from tierckpt.core import MEMORY
 from tierckpt.snapshot import copy_plan
 
 RANKS = 2

@@ -10,9 +10,14 @@ import pytest
 
 from tests.support.training import Place, attach, make_job, rank
 from tierckpt.errors import ConfigError
-from tierckpt.storage import claims
-from tierckpt.storage.claims import CLAIM_PREFIX, DirectoryClaim
-from tierckpt.storage.job_directory import JobBusyError, JobDirectory, job_id_of
+from tierckpt.storage import (
+    CLAIM_PREFIX,
+    DirectoryClaim,
+    JobBusyError,
+    JobDirectory,
+    claims,
+    job_id_of,
+)
 
 NODES = "ab"
 

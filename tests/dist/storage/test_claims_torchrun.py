@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.thorough import on_demand
-from tierckpt.storage.claims import CLAIM_PREFIX
+from tierckpt.storage import CLAIM_PREFIX
 from tierckpt.testing import free_ports
 
 pytestmark = on_demand("torchruns take half a minute; what they prove is tested with made-up ones")

@@ -11,8 +11,7 @@ import pytest
 import tierckpt
 from tests.support.rank_pool import GLOO, HOROVODRUN, MPIRUN
 from tests.support.training import Attached, Job, Place, attach, make_horovod_job, make_job, rank
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.marks import LocalPins
+from tierckpt.storage import LocalPins, LocalStore
 
 STEPS, LATER = 6, 9
 LOSSES = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.training import Place, attach, make_job, rank, restored_into, train
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 
 STEPS, LATER = 3, 9
 KEEP = 2

@@ -13,8 +13,7 @@ from tests.dist.tracing.test_trace import PARAMETERS, STEPS, check_order
 from tests.support.horovod_here import horovod_missing
 from tests.support.training import Net
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.tracing.timeline import TREE_ROW, rows_of_step, step_of, summarize
-from tierckpt.tracing.traces import agreement, load
+from tierckpt.tracing import TREE_ROW, agreement, load_traces, rows_of_step, step_of, summarize
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
@@ -85,7 +84,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_horovods_timeline_and_ours_are_on_one_axis(recorded: Path) -> None:
     traces = sorted((recorded / "traces" / "default").glob("trace-r*.json"))
-    timeline = load(traces, recorded / "horovod.json")
+    timeline = load_traces(traces, recorded / "horovod.json")
     check_order(timeline, ranks=2, steps=STEPS)
     assert agreement(timeline).expected == PARAMETERS * (STEPS - 1)
     assert summarize(timeline).hidden.backward_us > 0
@@ -95,7 +94,7 @@ def test_horovods_timeline_and_ours_are_on_one_axis(recorded: Path) -> None:
 def test_allreduces_are_found_by_whatever_names_horovod_gives(way: str, recorded: Path) -> None:
     """All of them, between their updates, and under the names of the parameters."""
     traces = sorted((recorded / "traces" / way).glob("trace-r*.json"))
-    timeline = load(traces, recorded / "horovod.json")
+    timeline = load_traces(traces, recorded / "horovod.json")
     layers = {name for name, _ in Net().named_parameters()}
     layers |= {"table.weight"} if way == "sparse and dense" else set()
     fit = agreement(timeline)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.training import Place, attach, make_job, only_layers_release, train
-from tierckpt.tracing.timeline import Span, Timeline, size_buckets, summarize
-from tierckpt.tracing.traces import load
+from tierckpt.tracing import Span, Timeline, load_traces, size_buckets, summarize
 
 STEPS = 6
 PARAMETERS = 5 * 2
@@ -68,7 +67,7 @@ def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
 def test_a_ddp_job_is_recorded(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     folder = tmp_path / "traces"
     ranks(2).run(traced, Place.under(tmp_path, shm_dir), str(folder))
-    timeline = load(sorted(folder.glob("trace-r*.json")), None)
+    timeline = load_traces(sorted(folder.glob("trace-r*.json")), None)
     check_order(timeline, ranks=2, steps=STEPS)
     found = summarize(timeline)
     assert found.steps == STEPS
@@ -118,6 +117,6 @@ def test_a_second_run_appends_to_the_same_file(ranks: Any, tmp_path: Path, shm_d
     for life in range(2):
         place = Place.under(tmp_path / f"life{life}", shm_dir)
         ranks(2).run(traced, place, str(folder))
-    timeline = load(sorted(folder.glob("trace-r*.json")), None)
+    timeline = load_traces(sorted(folder.glob("trace-r*.json")), None)
     assert len(timeline.of("begin", rank=0)) == 2
     assert summarize(timeline).gaps.count == 2 * 2 * (STEPS - 1)

@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.replicas.replica_check import NONE
-from tierckpt.replicas.replicated_state import (
-    GPU_PART_ELEMENTS,
-    Look,
-    ReplicatedState,
-    weighted_sum,
-)
-from tierckpt.state.training_state import TrainingState
+from tierckpt.replicas import GPU_PART_ELEMENTS, NONE, Look, ReplicatedState, weighted_sum
+from tierckpt.state import TrainingState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -12,7 +12,7 @@ import torch
 import tierckpt
 from tests.support.cuda_job import OPTIMIZERS
 from tierckpt.snapshot import cuda
-from tierckpt.storage.slots import Slot
+from tierckpt.storage import Slot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

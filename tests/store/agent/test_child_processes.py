@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 import tierckpt
-from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage import JobDirectory
 
 PACKAGES = [str(Path(module.__file__ or "").parents[1]) for module in (tierckpt, xxhash)]
 LIKE_THE_LIBRARY = ("json", "os", "pathlib", "runpy", "site", "socket", "typing")

@@ -21,11 +21,10 @@ import pytest
 from tests.support.facts import facts_of
 from tests.support.processes import end, python
 from tierckpt import _children
-from tierckpt.agent import address, connection_states, process
-from tierckpt.agent import address as environment
-from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
     AgentAddress,
+    AgentClient,
+    AgentSettings,
     Commit,
     FlushOrder,
     KnownNodes,
@@ -37,15 +36,17 @@ from tierckpt.agent.protocol import (
     ProtectFailed,
     ServedPlaces,
     SessionSettings,
+    TrainerSession,
+    address,
+    connection_states,
+    process,
 )
-from tierckpt.agent.server import TrainerSession
-from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.agent import address as environment
+from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE, key_fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format import Manifest, ShardKey, VersionId
-from tierckpt.peer.remote_reads import RemoteNode
-from tierckpt.peer.wire import Address
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.local import LocalStore
+from tierckpt.peer import Address, RemoteNode
+from tierckpt.storage import JobDirectory, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob, run_ranks
 
@@ -143,7 +144,7 @@ def test_a_restart_writes_with_its_own_key(
     newest = Manifest.decode(store.read_manifest(max(store.keys(), key=lambda key: key.id)))
     assert newest.key.id.version == 2 * STEPS
     assert newest.encoding is not None
-    assert fingerprint(bytes.fromhex(OTHER_KEY)) in str(newest.encoding)
+    assert key_fingerprint(bytes.fromhex(OTHER_KEY)) in str(newest.encoding)
     told = [e.text() for e in job.heard("notice") if "agent 0 of this node" in e.text()]
     assert len(told) == 1
     until(lambda: not alive(agents[0]))

@@ -24,7 +24,7 @@ from tierckpt.checkpointer import shutdown
 from tierckpt.core import decisions
 from tierckpt.events import Event
 from tierckpt.format import ShardKey
-from tierckpt.storage.local import CommitTimes, LocalStore
+from tierckpt.storage import CommitTimes, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 

@@ -13,6 +13,15 @@ from typing import Any
 import pytest
 
 from tests.support.facts import facts_of
+from tierckpt.agent import (
+    Flushed,
+    Flusher,
+    FlushFailed,
+    FlushOrder,
+    PersistentSettings,
+    Problem,
+    ShardGuard,
+)
 from tierckpt.agent import flusher as flusher_module
 from tierckpt.agent.flusher import (
     LEASE_PATIENCE_SECONDS,
@@ -20,28 +29,19 @@ from tierckpt.agent.flusher import (
     MAX_SUPERSEDED,
     ROUND_SECONDS,
     STILL_UNDER_WAY,
-    Flusher,
-    ShardGuard,
-)
-from tierckpt.agent.protocol import (
-    Flushed,
-    FlushFailed,
-    FlushOrder,
-    PersistentSettings,
-    Problem,
 )
 from tierckpt.format import ShardKey, VersionId
-from tierckpt.storage.marks import LocalPins
+from tierckpt.storage import LocalPins
 from tierckpt.storage.persistent import (
+    LEASE_SECONDS,
     LeaseHeldError,
     PersistentError,
     PersistentStore,
+    PosixBackend,
     ShardSource,
     TimeSlots,
     VersionName,
 )
-from tierckpt.storage.persistent.backends import PosixBackend
-from tierckpt.storage.persistent.lease import LEASE_SECONDS
 from tierckpt.testing import content_of, injected, manifest_of
 
 SHARDS = 2

@@ -15,10 +15,8 @@ import pytest
 
 from tests.support.facts import facts_of
 from tests.support.peer_shards import rank_of, shard_of
-from tierckpt.agent import protector
-from tierckpt.agent.flusher import Flusher, ShardGuard
-from tierckpt.agent.protector import Protector
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
+    Flusher,
     FlushFailed,
     FlushOrder,
     ListenSettings,
@@ -26,14 +24,14 @@ from tierckpt.agent.protocol import (
     PersistentSettings,
     Protected,
     ProtectFailed,
+    ShardGuard,
+    protector,
 )
+from tierckpt.agent.protector import Protector
 from tierckpt.errors import ConfigError
 from tierckpt.format import PAGE_BYTES, Manifest, ShardKey, VersionId
-from tierckpt.peer.exchange import Exchange
-from tierckpt.peer.remote_reads import RemoteNode
-from tierckpt.peer.transport import Transport
-from tierckpt.peer.wire import Address
-from tierckpt.storage.local import LocalStore
+from tierckpt.peer import Address, Exchange, RemoteNode, Transport
+from tierckpt.storage import LocalStore
 
 PATIENCE_SECONDS = 60.0
 NOBODY = ("127.0.0.1", "127.0.0.1"), (9, 9)

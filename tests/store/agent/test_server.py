@@ -23,13 +23,12 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent import connection_states, process, protocol
-from tierckpt.agent import server as agent
-from tierckpt.agent.address import AgentFiles
-from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
     PROTOCOL,
     AgentAddress,
+    AgentClient,
+    AgentFiles,
+    AgentSettings,
     Bye,
     Finished,
     Hello,
@@ -43,12 +42,18 @@ from tierckpt.agent.protocol import (
     ServedPlaces,
     SessionSettings,
     Welcome,
+    connection_states,
+    encode_message,
+    process,
+    receive_message,
+    send_message,
 )
+from tierckpt.agent import server as agent
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format import VersionId
-from tierckpt.peer.remote_reads import RemoteNode
-from tierckpt.restore import loader
-from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.peer import RemoteNode
+from tierckpt.restore import Loader
+from tierckpt.storage import JobDirectory
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -113,7 +118,7 @@ def alive(pid: int) -> bool:
 
 def trainer(settings: tuple[AgentSettings, SessionSettings]) -> Any:
     found, session = settings
-    hello = protocol.encode(Hello(PROTOCOL, session)).decode()
+    hello = encode_message(Hello(PROTOCOL, session)).decode()
     return python(TRAINER, json.dumps(vars(found)), hello)
 
 
@@ -156,16 +161,16 @@ def test_an_agent_that_answers_at_the_second_try_is_waited_for(answer: bytes, no
 
     def serve() -> None:
         channel, _ = listeners[0].accept()
-        protocol.receive(channel)
+        receive_message(channel)
         found.wait(PATIENCE_SECONDS)
         if answer:
             channel.send(answer)
         channel.close()
         channel, _ = listeners[-1].accept()
-        protocol.receive(channel)
-        protocol.send(channel, Welcome(os.getpid(), known_nodes))
-        protocol.receive(channel)
-        protocol.send(channel, Finished(last=False))
+        receive_message(channel)
+        send_message(channel, Welcome(os.getpid(), known_nodes))
+        receive_message(channel)
+        send_message(channel, Finished(last=False))
         channel.close()
 
     thread = threading.Thread(target=serve)
@@ -202,13 +207,13 @@ def test_a_restore_has_the_cores_for_itself(
         job.run(2)
         job.settle()
     seen = []
-    finish = loader.Loader.finish
+    finish = Loader.finish
 
-    def look(each: loader.Loader) -> None:
+    def look(each: Loader) -> None:
         seen.append(again.checkpointer._agent.starts)
         finish(each)
 
-    monkeypatch.setattr(loader.Loader, "finish", look)
+    monkeypatch.setattr(Loader, "finish", look)
     with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir) as again:
         assert again.restore() == 2
         assert (seen, again.checkpointer._agent.starts) == ([0], 1)
@@ -356,9 +361,9 @@ def test_the_last_trainer_learns_of_its_agents_end_and_waits_for_it(
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             thread = server.attend(theirs)
-            protocol.send(ours, Hello(PROTOCOL, session))
-            protocol.send(ours, Bye())
-            said = [protocol.receive(ours)[0] for _ in ("welcome", "bye")]
+            send_message(ours, Hello(PROTOCOL, session))
+            send_message(ours, Bye())
+            said = [receive_message(ours)[0] for _ in ("welcome", "bye")]
             thread.join(PATIENCE_SECONDS)
         assert said[-1] == Finished(last)
 
@@ -602,7 +607,7 @@ def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
     if not private:
         place.job.path.chmod(0o777)
         place.address.chmod(0o777)
-    hello = protocol.encode(Hello(PROTOCOL, client.session)).decode()
+    hello = encode_message(Hello(PROTOCOL, client.session)).decode()
     stranger = python(
         AS_NOBODY
         + "try: channel.connect(where)\n"
@@ -757,7 +762,7 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     where = ListenSettings("secret", "lo", 0, "localhost")
     client.listen(where, PATIENCE_SECONDS)
     parties = parties_of(ranks=200, members=64)
-    assert len(protocol.encode(Introduce(tuple(parties), None))) > 10 * 65536
+    assert len(encode_message(Introduce(tuple(parties), None))) > 10 * 65536
     known_nodes = KnownNodes(1, (AgentAddress("node" * 9, "10.0.0.1", 1, "s"),) * 10_000)
     client.introduce(where, parties, known_nodes)
     client.protect(VersionId(1, 1))

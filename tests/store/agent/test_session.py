@@ -15,9 +15,9 @@ import pytest
 from tests.support.checksum_codec import Checksum
 from tests.support.encoded_shards import NoServices
 from tests.support.facts import facts_of
-from tierckpt.agent import protocol
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
     PROTOCOL,
+    Agent,
     AskProgress,
     Bye,
     Commit,
@@ -41,13 +41,15 @@ from tierckpt.agent.protocol import (
     ProtectFailed,
     Retire,
     SessionSettings,
+    TrainerSession,
     Welcome,
+    receive_message,
+    send_message,
 )
-from tierckpt.agent.server import Agent, TrainerSession
-from tierckpt.codecs import codec
+from tierckpt.codecs import OUR_CODECS
 from tierckpt.errors import TierckptError
 from tierckpt.format import ParityKey, ShardKey, VersionId
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 from tierckpt.testing import TinyJob, commit_one
 
 KEY = ShardKey(VersionId(1, 1), 0, 1)
@@ -68,7 +70,7 @@ class Unruly(Checksum):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(codec.OURS, "unruly", ("zstd", "Unruly"))
+    monkeypatch.setitem(OUR_CODECS, "unruly", ("zstd", "Unruly"))
     monkeypatch.setattr("tierckpt.codecs.zstd.Unruly", Unruly, raising=False)
 
 
@@ -162,8 +164,8 @@ def test_every_request_that_cannot_be_started_is_answered(
     settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
     with served(settings, Broken()) as channel:
         for question, answer in asked:
-            protocol.send(channel, question)
-            heard: Any = protocol.receive(channel)[0]
+            send_message(channel, question)
+            heard: Any = receive_message(channel)[0]
             assert heard.error.startswith(answer.error)
             assert replace(heard, error=answer.error) == answer
 
@@ -175,11 +177,11 @@ def test_an_unknown_message_is_answered_and_the_next_one_handled(
     settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
     with served(settings, NoServices()) as channel:
         channel.send(garbage)
-        heard, _ = protocol.receive(channel)
+        heard, _ = receive_message(channel)
         assert isinstance(heard, Problem)
         assert "received an invalid message of its trainer" in heard.error
-        protocol.send(channel, AskProgress())
-        assert protocol.receive(channel) == (Progress(0.0), [])
+        send_message(channel, AskProgress())
+        assert receive_message(channel) == (Progress(0.0), [])
 
 
 # --- one trainer after the other -----------------------------------------------------------------
@@ -192,8 +194,8 @@ def trainer(node: Agent, session: SessionSettings) -> Iterator[socket.socket]:
     with ours:
         ours.settimeout(60)
         thread = node.attend(theirs)
-        protocol.send(ours, Hello(PROTOCOL, session))
-        welcome, _ = protocol.receive(ours)
+        send_message(ours, Hello(PROTOCOL, session))
+        welcome, _ = receive_message(ours)
         assert isinstance(welcome, Welcome)
         try:
             yield ours
@@ -220,20 +222,20 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
         lives.callback(resume.set)
-        protocol.send(channel, Commit(KEY, "the run before's"))
+        send_message(channel, Commit(KEY, "the run before's"))
         assert started.wait(60)
         channel.shutdown(socket.SHUT_RDWR)
         successor = lives.enter_context(trainer(node, settings))
-        protocol.send(successor, Commit(KEY, "the first"))
-        protocol.send(successor, Listen(where))
-        protocol.send(successor, Introduce((), known_nodes))
-        protocol.send(successor, Commit(KEY, "the second"))
-        protocol.send(successor, Bye())
-        heard, _ = protocol.receive(successor)
+        send_message(successor, Commit(KEY, "the first"))
+        send_message(successor, Listen(where))
+        send_message(successor, Introduce((), known_nodes))
+        send_message(successor, Commit(KEY, "the second"))
+        send_message(successor, Bye())
+        heard, _ = receive_message(successor)
         assert isinstance(heard, Listening)
         assert served == []
         resume.set()
-        heard, _ = protocol.receive(successor)
+        heard, _ = receive_message(successor)
         assert heard == Finished(last=True)
         assert served == ["the run before's", "the first", "the second"]
         assert node.protector().known_nodes() == known_nodes
@@ -256,7 +258,7 @@ def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
     long = 1000 * "the third"
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
         for stem in ("the first", "the second", long):
-            protocol.send(killed, Commit(KEY, stem))
+            send_message(killed, Commit(KEY, stem))
         assert started.wait(60)
         killed.close()
         resume.set()

@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 
 from tierckpt.agent import status
-from tierckpt.halt.controller import HaltController
-from tierckpt.storage import slot_pool
-from tierckpt.storage.durable import DirectFile
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.local import LocalStore
+from tierckpt.halt import HaltController
+from tierckpt.storage import DirectFile, JobDirectory, LocalStore, slot_pool
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0

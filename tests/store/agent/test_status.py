@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent.address import AgentFiles
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
+    GONE,
+    RUNS,
+    SILENT,
+    Activity,
+    AgentFiles,
     AgentStatus,
     CommitFailed,
     Committed,
     Flushed,
     FlushFailed,
     Problem,
+    StatusServer,
+    Task,
+    find_agents,
 )
-from tierckpt.agent.status import GONE, RUNS, SILENT, Activity, StatusServer, Task, find_agents
 from tierckpt.format import VersionId
-from tierckpt.storage import file_lock
-from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage import JobDirectory, file_lock
 
 HOLDER = """
 import sys

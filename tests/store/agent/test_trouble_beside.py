@@ -15,7 +15,7 @@ import torch
 
 import tierckpt
 from tests.support.tiny_course import STEPS, versions_on_disk
-from tierckpt.agent.client import AgentClient
+from tierckpt.agent import AgentClient
 from tierckpt.checkpointer import shutdown
 from tierckpt.core import decisions
 from tierckpt.testing import TinyJob, run_in_child

@@ -17,8 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.checkpointer import checkpointer, levels, loop, node_resources
-from tierckpt.checkpointer.adapter import PlainAdapter
+from tierckpt.checkpointer import PlainAdapter, checkpointer, levels, loop, node_resources
 from tierckpt.errors import TierckptError, UnsupportedStateError
 from tierckpt.hooks import iterations
 

@@ -21,9 +21,9 @@ import tierckpt
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tests.support.warm_python.servers import PYTHON
 from tierckpt import PinError, RestoreError, TierckptError
-from tierckpt.checkpointer.adapter import PlainAdapter
+from tierckpt.checkpointer import PlainAdapter
 from tierckpt.events import JobEnd
-from tierckpt.storage.slot_pool import NoSlotError
+from tierckpt.storage import NoSlotError
 from tierckpt.testing import TinyJob
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.late_copies import before_blocks, without_the_engine
-from tierckpt.snapshot import copy_plan, snapshot
-from tierckpt.snapshot.staging import Staging
-from tierckpt.storage import local
+from tierckpt.snapshot import Binding, Staging, snapshot
+from tierckpt.storage import LocalStore
 from tierckpt.testing import TinyJob
 
 SLOW_SECONDS = 0.1
@@ -32,10 +31,10 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
     ("owner", "name", "event", "told"),
     [
         (Staging, "take", "sealed", "boundary"),
-        (copy_plan.Binding, "copy_block", "sealed", "copy"),
+        (Binding, "copy_block", "sealed", "copy"),
         (snapshot, "digest", "sealed", "checksum"),
         (snapshot.Snapshot, "barrier", "sealed", "sealed_after"),
-        (local.LocalStore, "_write_manifest", "committed", "commit"),
+        (LocalStore, "_write_manifest", "committed", "commit"),
     ],
 )
 def test_a_slow_call_is_reported(

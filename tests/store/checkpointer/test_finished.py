@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.core.decisions import HaltRequest
+from tierckpt.core import HaltRequest
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.events import Event
-from tierckpt.storage.job_directory import JobBusyError
+from tierckpt.storage import JobBusyError
 from tierckpt.testing import TinyJob
 
 Make = Callable[..., TinyJob]

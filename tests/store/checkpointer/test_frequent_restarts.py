@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.facts import found_at
-from tierckpt.coordination.job_history import JobHistory
-from tierckpt.core.restore_plan import Found, Location
+from tierckpt.coordination import JobHistory
+from tierckpt.core import Found, Location
 from tierckpt.format import ShardKey, VersionId
 from tierckpt.testing import TinyJob
 

@@ -16,9 +16,7 @@ import torch
 
 import tierckpt
 from tests.support.tiny_course import fingerprints
-from tierckpt.snapshot import copy_engine, snapshot
-from tierckpt.snapshot.copy_engine import Desk
-from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.snapshot import Desk, Snapshot, describe_engine, find_engine, snapshot
 from tierckpt.testing import TinyJob
 
 
@@ -217,8 +215,8 @@ MAX_FUNCTIONS_OF_VERSION, MAX_CALLS_OF_VERSION = 320, 405
 def test_a_version_calls_few_functions_and_the_copier_none(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if copy_engine.find() is None:
-        pytest.skip(copy_engine.describe())
+    if find_engine() is None:
+        pytest.skip(describe_engine())
     # However slow the machine is, the copier has nothing else to do.
     monkeypatch.setattr(snapshot, "LINGER_SECONDS", 1e6)
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)

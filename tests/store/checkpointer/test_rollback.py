@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tierckpt import latest, load
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.errors import RestoreError
 from tierckpt.testing import TinyJob
 
@@ -40,7 +40,7 @@ def test_a_disk_that_was_lost_in_between_changes_nothing(places: dict[str, Any])
         job.run(STEPS)
     far = places["persistent_path"]
     shutil.rmtree(places["path"])
-    assert main(["rollback", far, "6"]) == 0
+    assert run_command(["rollback", far, "6"]) == 0
     assert latest(far).version == 6  # type: ignore[union-attr]
     assert load(far).version == 6
     with TinyJob(seed=99, **places) as job:
@@ -64,7 +64,7 @@ def test_a_close_without_a_step_leaves_the_versions_that_were_given_up(
         with TinyJob(seed=99, rollback_to=3, **places) as job:
             assert job.restore() == 3
     assert load(places["path"], version=9).version == 9
-    assert main(["rollback", str(places["path"]), "9"]) == 0
+    assert run_command(["rollback", str(places["path"]), "9"]) == 0
     with TinyJob(seed=99, **places) as job:
         assert job.restore() == 9
 
@@ -75,21 +75,21 @@ def test_the_setting_is_carried_out_once_whatever_the_command_does_later(
     path = str(places["path"])
     with TinyJob(**places) as job:
         job.run(STEPS)
-    assert main(["pin", path, "9"]) == 0
+    assert run_command(["pin", path, "9"]) == 0
     with TinyJob(seed=99, rollback_to=6, **places) as job:
         assert job.restore() == 6
         assert "as the setting rollback_to (TIERCKPT_ROLLBACK_TO=6) asks" in messages(job)[-1]
         job.run(8)
         assert job.restore() == 8, "once in this run, too"
-    assert main(["list", path]) == 0
+    assert run_command(["list", path]) == 0
     assert "abandoned: the job went back to an older version" in capsys.readouterr().out
-    assert main(["rollback", path, "4"]) == 0
+    assert run_command(["rollback", path, "4"]) == 0
     for expected in (4, 5, 6):
         with TinyJob(seed=99, rollback_to=6, **places) as job:
             assert job.restore() == expected
             job.run(expected + 1)
     assert any("an earlier run has gone back to v6" in text for text in messages(job))
-    assert main(["rollback", path, "9"]) == 1
+    assert run_command(["rollback", path, "9"]) == 1
     assert "v9 was given up before" in capsys.readouterr().err
     assert load(path, version=9).version == 9, "a pin keeps it"
 
@@ -97,12 +97,12 @@ def test_the_setting_is_carried_out_once_whatever_the_command_does_later(
 def test_requests_that_contradict_each_other_end_the_start(places: dict[str, Any]) -> None:
     with TinyJob(**places) as job:
         job.run(STEPS)
-    assert main(["rollback", str(places["path"]), "3"]) == 0
-    assert main(["rollback", places["persistent_path"], "6"]) == 0
+    assert run_command(["rollback", str(places["path"]), "3"]) == 0
+    assert run_command(["rollback", places["persistent_path"], "6"]) == 0
     with TinyJob(seed=99, **places) as job:
         with pytest.raises(RestoreError, match=r"different versions: v3 in .*v6 in"):
             job.restore()
-        assert main(["rollback", places["persistent_path"], "--cancel"]) == 0
+        assert run_command(["rollback", places["persistent_path"], "--cancel"]) == 0
         assert job.restore() == 3
 
 
@@ -130,14 +130,14 @@ def test_a_folder_above_the_nodes_is_refused(
     with TinyJob(**{**places, "path": str(above / "{node}"), "node": "n1"}) as job:
         job.run(STEPS)
     for arguments in (["6"], ["--cancel"]):
-        assert main(["rollback", str(above), *arguments]) == 1
+        assert run_command(["rollback", str(above), *arguments]) == 1
         told = capsys.readouterr().err
         assert f"the versions of a job are in {above / 'n1'}. Give that path" in told
     above.joinpath("empty").mkdir()
-    assert main(["rollback", str(above / "empty"), "6"]) == 1
+    assert run_command(["rollback", str(above / "empty"), "6"]) == 1
     assert "no job has written to" in capsys.readouterr().err
     assert not [*above.rglob("rollback-request.json")]
-    assert main(["rollback", str(above / "n1"), "6"]) == 0
+    assert run_command(["rollback", str(above / "n1"), "6"]) == 0
 
 
 def test_a_running_job_may_remove_the_version(places: dict[str, Any]) -> None:
@@ -151,10 +151,10 @@ def test_a_running_job_may_remove_the_version(places: dict[str, Any]) -> None:
     with TinyJob(**places) as job:
         job.run(STEPS)
         assert f"tierckpt pin {path} 6 keeps it on disk" in asked()
-        assert main(["pin", path, "6"]) == 0
+        assert run_command(["pin", path, "6"]) == 0
         assert "--now ends it (--clear before the next start)" in (told := asked())
         assert "keeps it on disk" not in told
-    assert main(["halt", path, "--now"]) == 0
+    assert run_command(["halt", path, "--now"]) == 0
     assert "a request to halt is there, at which the next start would end" in asked()
 
 
@@ -174,6 +174,6 @@ def test_a_damaged_request_hides_neither_the_record_nor_versions(
     with TinyJob(seed=99, **places) as job:
         assert job.restore() == 6, "by the record and the versions of the persistent level"
         assert any("rollback-request.json is truncated" in e.message for e in job.events)
-    assert main(["rollback", str(far), "--cancel"]) == 0
+    assert run_command(["rollback", str(far), "--cancel"]) == 0
     assert "the request, which was damaged, is removed" in capsys.readouterr().out
     assert not far.joinpath("rollback-request.json").exists()

@@ -12,7 +12,7 @@ import torch
 import tierckpt
 from tierckpt.errors import TierckptError
 from tierckpt.format import Manifest
-from tierckpt.proof.recorder import state_of
+from tierckpt.proof import state_of
 
 
 class Job:

@@ -19,8 +19,8 @@ from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.format import FORMAT_MAJOR
-from tierckpt.snapshot import copy_engine
-from tierckpt.storage.slot_pool import NoSlotError
+from tierckpt.snapshot import ENGINE_VARIABLE
+from tierckpt.storage import NoSlotError
 from tierckpt.testing import TinyJob, fired, run_in_child, tiny_model, train
 
 # --- the plain way -------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_killed_anywhere_it_resumes_bit_for_bit(
     course: dict[int, str],
 ) -> None:
     settings["release"] = release
-    monkeypatch.setenv(copy_engine.VARIABLE, copies)
+    monkeypatch.setenv(ENGINE_VARIABLE, copies)
     status = run_in_child(train, str(path), STEPS, settings, rules=rules, marks=marks)
     assert (status, len(fired(marks))) == (-signal.SIGKILL, 1)
     with TinyJob(path, seed=99, **settings) as job:

@@ -16,8 +16,7 @@ import tierckpt
 from tests.support.tiny_course import in_shm, versions_on_disk
 from tierckpt import _faults
 from tierckpt.format import ShardKey, VersionId
-from tierckpt.offline.comparison import compare
-from tierckpt.offline.stored_version import open_version
+from tierckpt.offline import compare, open_version
 from tierckpt.testing import (
     BATCH,
     CLASSES,

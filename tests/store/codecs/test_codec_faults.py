@@ -29,12 +29,11 @@ from tests.support.encoded_shards import (
     shard,
 )
 from tierckpt import _faults
-from tierckpt.agent.flusher import LostBaseError
-from tierckpt.codecs.codec import CodecError
+from tierckpt.agent import LostBaseError
+from tierckpt.codecs import CodecError
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
-from tierckpt.format import Manifest
-from tierckpt.format.ids import MANIFEST, RETIRED, VersionId
-from tierckpt.storage.local import LocalStore, open_encoded
+from tierckpt.format import MANIFEST, RETIRED, Manifest, VersionId
+from tierckpt.storage import LocalStore, open_encoded
 from tierckpt.storage.persistent import FlushCancelledError, PersistentStore
 from tierckpt.testing import injected
 

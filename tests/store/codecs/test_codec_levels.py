@@ -11,16 +11,12 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt.agent import flusher
-from tierckpt.agent.flusher import open_base
-from tierckpt.cli.main import main
-from tierckpt.codecs import codec
-from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
-from tierckpt.codecs.shard_coding import Base
-from tierckpt.codecs.zstd import Zstd
+from tierckpt.agent import flusher, open_base
+from tierckpt.cli import run_command
+from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE, OUR_CODECS, Base, Zstd, key_fingerprint
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format import Manifest, VersionId
-from tierckpt.storage.local import ENCODED_SUFFIX, LocalStore
+from tierckpt.storage import ENCODED_SUFFIX, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
@@ -176,7 +172,7 @@ def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Pat
 
 
 def key_id(key: str) -> str:
-    return fingerprint(bytes.fromhex(key))
+    return key_fingerprint(bytes.fromhex(key))
 
 
 @pytest.mark.parametrize("key", [OTHER_KEY, ""])
@@ -272,7 +268,7 @@ def test_another_level_that_can_be_read_is_taken_instead(
 
 
 def test_a_missing_module_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(codec.OURS, "somebodys", codec.OURS["zstd"])
+    monkeypatch.setitem(OUR_CODECS, "somebodys", OUR_CODECS["zstd"])
     monkeypatch.setattr(Zstd, "name", "somebodys")
     with job(local_codecs="somebodys") as first:
         first.run(2)
@@ -398,7 +394,7 @@ def test_kept_versions_are_differences_and_all_are_exact(
     assert [v for v, each in there.items() if each.differences] == [4, 6, 10]
     shutil.rmtree(tmp_path / "ckpts")
     capsys.readouterr()
-    assert [main([command, str(shared)]) for command in ("verify", "list")] == [0, 0]
+    assert [run_command([command, str(shared)]) for command in ("verify", "list")] == [0, 0]
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     marks = {v: text.split("  ")[-1] for v, text in lines if " persistent " in f" {text}"}
     assert (marks["v2"], marks["v4"]) == ("needed by v4, v6", "refers to v2")
@@ -456,7 +452,7 @@ def test_with_a_base_that_cannot_be_read_a_version_is_stored_whole(
     (data,) = shared.glob("v0000000005.*/**/*.shards")
     sound = data.read_bytes()
     data.write_bytes(sound[: len(sound) // 2] + bytes(len(sound) - len(sound) // 2))
-    assert main(["verify", str(shared)]) == 1
+    assert run_command(["verify", str(shared)]) == 1
     assert "v6 shard 0 of 1 refers to v5 shard 0 of 1" in " ".join(capsys.readouterr().out.split())
     with job(**settings, local_every_steps=0) as second:
         assert second.restore() == 4, "v5 is damaged, and v6 a difference to it"

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.config import load_config
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots import GroupBallots
-from tierckpt.core.decisions import VOTE_WIDTH
-from tierckpt.core.levels import DONE, LOCAL, MEMORY
+from tierckpt.coordination import Agreement, GroupBallots
+from tierckpt.core import DONE, LOCAL, MEMORY, VOTE_WIDTH
 from tierckpt.format import VersionId
 from tierckpt.group import SingleGroup
 

@@ -16,11 +16,8 @@ from tests.support.rights import as_anybody
 from tests.support.tmpfs import mount, read_only, unmount
 from tierckpt import _faults
 from tierckpt.config import Config, load_config
-from tierckpt.doctor import machine
-from tierckpt.doctor.software import Finding, Mark, Subject
-from tierckpt.storage import file_lock, guarantees
-from tierckpt.storage.guarantees import try_directory
-from tierckpt.storage.health import Need
+from tierckpt.doctor import Finding, Mark, Subject, machine
+from tierckpt.storage import Need, file_lock, guarantees, try_directory
 
 
 def local(path: Path | str, **more: object) -> list[Finding]:

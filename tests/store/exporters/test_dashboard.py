@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.exported_job import EVENTS, JOB, wait_until
 from tests.support.prometheus_here import program, scraping
-from tierckpt.exporters import PrometheusPort
-from tierckpt.exporters.exporter import METRICS, Kind
+from tierckpt.exporters import METRICS, Kind, PrometheusPort
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "grafana" / "tierckpt.json"
 LABELS = {"job_id", "rank"}

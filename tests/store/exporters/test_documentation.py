@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.prometheus_here import program
-from tierckpt.exporters.exporter import METRICS, PHASES, REASONS, SEVERITIES
+from tierckpt.exporters import METRICS, PHASES, REASONS, SEVERITIES
 from tierckpt.testing import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,8 +21,7 @@ import pytest
 from tests.support.exported_job import EVENTS, JOB, VALUES, play, wait_until
 from tests.support.prometheus_here import get, lint, program, running
 from tierckpt import ConfigError
-from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry
-from tierckpt.exporters.exporter import exporters_of
+from tierckpt.exporters import PrometheusFile, PrometheusPort, PrometheusRegistry, exporters_of
 from tierckpt.testing import TinyJob, free_ports
 
 pytest.importorskip("prometheus_client")

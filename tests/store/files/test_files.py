@@ -18,16 +18,14 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt.cli.main import main
-from tierckpt.core.decisions import HaltRequest
+from tierckpt.cli import run_command
+from tierckpt.core import HaltRequest
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.events import Event
 from tierckpt.files import Files, VersionFiles
-from tierckpt.halt import request_file
+from tierckpt.halt import clear_request, write_request
 from tierckpt.lineage import run_notes
-from tierckpt.storage import routed
-from tierckpt.storage.durable import Mount
-from tierckpt.storage.job_directory import JobBusyError
+from tierckpt.storage import JobBusyError, Mount, routed
 from tierckpt.testing import ThreadGroup, run_ranks
 
 Make = Callable[..., Files]
@@ -333,7 +331,7 @@ def test_need_checkpoint_follows_the_intervals(make: Make) -> None:
 
 def test_a_halt_request_asks_for_a_last_version(make: Make, tmp_path: Path) -> None:
     (tmp_path / "ckpts").mkdir()
-    request_file.write(tmp_path / "ckpts", HaltRequest(now=True))
+    write_request(tmp_path / "ckpts", HaltRequest(now=True))
     files = make(memory_every_steps=100, local_every_steps=100, local_every_seconds=0)
     while not files.should_exit():
         time.sleep(0.001)
@@ -345,7 +343,7 @@ def test_a_program_that_never_asks_is_ended_after_a_last_version(
     make: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "ckpts").mkdir()
-    request_file.write(tmp_path / "ckpts", HaltRequest(now=True))
+    write_request(tmp_path / "ckpts", HaltRequest(now=True))
     files = make(memory_every_steps=100, local_every_steps=100, local_every_seconds=0)
     while not files.need_checkpoint():
         time.sleep(0.001)
@@ -353,7 +351,7 @@ def test_a_program_that_never_asks_is_ended_after_a_last_version(
         write(files, x=b"1")
     assert ended.value.code == 0
     assert files.closed
-    request_file.clear(tmp_path / "ckpts")
+    clear_request(tmp_path / "ckpts")
     assert read(make()) == {"x": b"1"}
 
 
@@ -385,26 +383,26 @@ def test_the_files_without_the_job(
     else:
         train(tmp_path / "ckpts", shm_dir, contents)
     out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 0
-    assert main(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 1
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out), "--format", "files"]) == 1
     assert "--force replaces it" in capsys.readouterr().err
     (out / "00000" / "a" / "x").write_bytes(b"old")
     again = ["export", str(tmp_path / "ckpts"), str(out), "--format", "files", "--force"]
-    assert main(again) == 0
+    assert run_command(again) == 0
     assert stat.S_IMODE((out / "00000" / "a" / "x").stat().st_mode) == 0o750
     there = (path for path in out.rglob("*") if path.is_file())
     found = {str(path.relative_to(out / "00000")): path.read_bytes() for path in there}
     assert found == contents
     capsys.readouterr()
-    assert main(["list", str(tmp_path / "ckpts"), "--files"]) == 0
+    assert run_command(["list", str(tmp_path / "ckpts"), "--files"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()
     assert (first.split(), second.split()) == (["0", "9", "MB", "a/x"], ["0", "0", "B", "empty"])
-    assert main(["list", str(tmp_path / "ckpts"), "--files", "v1", "--json"]) == 0
+    assert run_command(["list", str(tmp_path / "ckpts"), "--files", "v1", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["files"]
     assert listed["version"] == 1
     assert listed["name"] == ("1" if named == "files" else "")
     assert listed["files"][0] == {"rank": 0, "nbytes": 9_000_000, "name": "a/x"}
-    assert main(["list", str(tmp_path / "ckpts"), "--files", "7"]) == 1
+    assert run_command(["list", str(tmp_path / "ckpts"), "--files", "7"]) == 1
     assert "no v7 is complete and sound; there are shards of v1" in capsys.readouterr().err
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.errors import TierckptError
 from tierckpt.files.scr_session import CHECKPOINT, OUTPUT, ScrSession, merged, scr_settings
 from tierckpt.group import Group, SingleGroup
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import ThreadGroup, run_ranks
 
@@ -142,7 +142,7 @@ def test_another_number_of_ranks_reads_an_export(start: Start, tmp_path: Path) -
     with pytest.raises(TierckptError, match=r"'step_1' has files of 2 ranks, and this job has 1"):
         session.start_restart()
     export = ["export", str(tmp_path / ".tierckpt"), str(tmp_path / "all"), "--format", "files"]
-    assert main(export) == 0
+    assert run_command(export) == 0
     assert [(tmp_path / f"all/0000{n}/{n}.txt").read_text() for n in (0, 1)] == ["0", "1"]
     session.current("step_1")
     assert write(session, "step_2")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tierckpt.halt import controller
-from tierckpt.storage.job_directory import JobDirectory, job_id_of, jobs_at
+from tierckpt.storage import JobDirectory, job_id_of, jobs_at
 from tierckpt.testing import TinyJob
 
 IN_MEMORY = {"local_every_steps": 0, "local_every_seconds": 0.0}

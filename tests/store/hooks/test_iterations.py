@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.hooks.iterations import STEPS_UNTIL_CALL, STEPS_UNTIL_FORWARD
+from tierckpt.hooks import STEPS_UNTIL_CALL, STEPS_UNTIL_FORWARD
 
 PER_CALL = 40
 

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tierckpt
 from tests.support import exact
-from tierckpt.checkpointer.checkpointer import Checkpointer
-from tierckpt.cli.main import main
-from tierckpt.state.extras import PLAIN_VALUES, PlainValues
+from tierckpt import Checkpointer
+from tierckpt.cli import run_command
+from tierckpt.state import PLAIN_VALUES, PlainValues
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob, tiny_model
 
@@ -97,7 +97,7 @@ def test_a_job_continues_from_another_tools_file(
     save: Callable[[TinyJob, Path], Path], trained: TinyJob, tmp_path: Path
 ) -> None:
     source = save(trained, tmp_path / "source")
-    assert main(["import", str(source), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(source), str(tmp_path / "ckpts")]) == 0
     with start(tmp_path / "ckpts") as job:
         restored = job.restore()
         assert (int(restored), restored.version) == (STEPS, STEPS)
@@ -109,7 +109,7 @@ def test_a_job_continues_from_another_tools_file(
 
 def test_an_imported_version_is_read_without_a_job(trained: TinyJob, tmp_path: Path) -> None:
     source = to_torch(trained, tmp_path / "source.pt")
-    assert main(["import", str(source), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(source), str(tmp_path / "ckpts")]) == 0
     saved = tierckpt.load(tmp_path / "ckpts")
     assert tensors(saved.model) == tensors(trained.model.state_dict())
     optimizer, before = saved.optimizers["optimizer"], trained.optimizer.state_dict()
@@ -119,12 +119,12 @@ def test_an_imported_version_is_read_without_a_job(trained: TinyJob, tmp_path: P
     ]
     assert saved.extra["lr_scheduler"]["last_epoch"] == STEPS
     for command in ("list", "verify"):
-        assert main([command, str(tmp_path / "ckpts")]) == 0
+        assert run_command([command, str(tmp_path / "ckpts")]) == 0
 
 
 def test_a_persistent_path(trained: TinyJob, tmp_path: Path) -> None:
     source, shared = to_torch(trained, tmp_path / "source.pt"), str(tmp_path / "shared")
-    assert main(["import", str(source), shared, "--persistent"]) == 0
+    assert run_command(["import", str(source), shared, "--persistent"]) == 0
     with start(tmp_path / "ckpts", persistent_path=shared) as job:
         assert job.restore().levels == {"persistent": 1}
         assert state_of(job) == state_of(trained)
@@ -135,7 +135,9 @@ def test_weights_alone_leave_the_rest_fresh(
     trained: TinyJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(trained.model, tmp_path / "model.safetensors")
-    assert main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "ckpts")]) == 0
+    assert (
+        run_command(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "ckpts")]) == 0
+    )
     assert "no optimizer: it starts fresh" in capsys.readouterr().out
     with start(tmp_path / "ckpts") as job:
         assert job.restore() == 0
@@ -172,7 +174,7 @@ def test_tied_weights(copied: bool, is_tied: bool, tmp_path: Path) -> None:
         model.core.bias.zero_()
     state = {k: v.clone() if copied else v for k, v in model.state_dict().items()}
     torch.save(state, tmp_path / "weights.pt")
-    assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "weights.pt"), str(tmp_path / "ckpts")]) == 0
     with start(tmp_path / "ckpts", model=Tied(is_tied)) as job:
         job.restore()
         assert exact.image({**job.model.state_dict()}) == exact.image({**model.state_dict()})
@@ -181,7 +183,7 @@ def test_tied_weights(copied: bool, is_tied: bool, tmp_path: Path) -> None:
 
 def test_two_tensors_that_differ_are_not_one_weight(tmp_path: Path) -> None:
     torch.save(Tied(tied=False).state_dict(), tmp_path / "weights.pt")
-    assert main(["import", str(tmp_path / "weights.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "weights.pt"), str(tmp_path / "ckpts")]) == 0
     with (
         start(tmp_path / "ckpts", model=Tied()) as job,
         pytest.raises(tierckpt.StateMismatchError, match=r"one tensor in the model, and differ"),
@@ -227,7 +229,7 @@ def test_each_difference_is_named_and_nothing_is_changed(trained: TinyJob, tmp_p
     for number, (text, content) in enumerate(changed(trained).items()):
         path = tmp_path / f"ckpts{number}"
         torch.save(content, tmp_path / "source.pt")
-        assert main(["import", str(tmp_path / "source.pt"), str(path)]) == 0
+        assert run_command(["import", str(tmp_path / "source.pt"), str(path)]) == 0
         job = start(path)
         before = state_of(job)
         with job, pytest.raises(tierckpt.StateMismatchError) as error:
@@ -240,8 +242,8 @@ def test_a_prefix_is_dropped(trained: TinyJob, tmp_path: Path) -> None:
     model = {f"net.{k}": v for k, v in trained.model.state_dict().items()}
     torch.save({"model": {**model, "loss.weight": torch.ones(2)}}, tmp_path / "source.pt")
     arguments = ["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]
-    assert main([*arguments, "--prefix", "other."]) == 1
-    assert main([*arguments, "--prefix", "net."]) == 0
+    assert run_command([*arguments, "--prefix", "other."]) == 1
+    assert run_command([*arguments, "--prefix", "net."]) == 0
     with start(tmp_path / "ckpts") as job:
         job.restore()
         assert state_of(job)[0] == state_of(trained)[0]
@@ -267,14 +269,14 @@ class Malicious:
 def test_no_code_of_a_file_runs(trained: TinyJob, tmp_path: Path, capsys: Any) -> None:
     ran, source, folder = tmp_path / "ran", tmp_path / "source.pt", tmp_path / "folder"
     torch.save({**content_of(trained), "evil": Malicious(ran, run)}, source)
-    assert main(["import", str(source), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(source), str(tmp_path / "ckpts")]) == 0
     assert f"not taken: evil ({run.__module__}.run)" in capsys.readouterr().out
     torch.save({**content_of(trained), "evil": Malicious(ran, os.mkdir)}, source)
-    assert main(["import", str(source), str(tmp_path / "other")]) == 1
+    assert run_command(["import", str(source), str(tmp_path / "other")]) == 1
     assert "posix" in capsys.readouterr().err
     to_dcp(trained, folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Malicious(ran, os.mkdir)))
-    assert main(["import", str(folder), str(tmp_path / "other")]) == 1
+    assert run_command(["import", str(folder), str(tmp_path / "other")]) == 1
     assert "posix.mkdir, which is not loaded" in capsys.readouterr().err
     assert not ran.exists()
 
@@ -283,7 +285,7 @@ def test_used_places_and_unknown_sources(trained: TinyJob, tmp_path: Path, capsy
     source, path = to_torch(trained, tmp_path / "source.pt"), tmp_path / "ckpts"
 
     def error(*arguments: object) -> str:
-        assert main(["import", *map(str, arguments)]) == 1
+        assert run_command(["import", *map(str, arguments)]) == 1
         return str(capsys.readouterr().err)
 
     assert "does not exist" in error(tmp_path / "nothing", path)
@@ -299,7 +301,7 @@ def test_used_places_and_unknown_sources(trained: TinyJob, tmp_path: Path, capsy
         job.run(1)
         assert "is in use by a running job" in error(source, path)
     assert "has checkpoints already (v1)" in error(source, path)
-    assert main(["import", str(source), str(path), "--force"]) == 0
+    assert run_command(["import", str(source), str(path), "--force"]) == 0
     with start(path) as job:
         assert job.restore().version == STEPS
         assert state_of(job) == state_of(trained)
@@ -309,7 +311,7 @@ def test_used_persistent_places(trained: TinyJob, tmp_path: Path, capsys: Any) -
     source, shared = to_torch(trained, tmp_path / "source.pt"), tmp_path / "shared"
 
     def error(*arguments: object) -> str:
-        assert main(["import", *map(str, arguments)]) == 1
+        assert run_command(["import", *map(str, arguments)]) == 1
         return str(capsys.readouterr().err)
 
     with start(tmp_path / "ckpts", persistent_path=str(shared)) as job:
@@ -320,8 +322,8 @@ def test_used_persistent_places(trained: TinyJob, tmp_path: Path, capsys: Any) -
     text, said = f"tierckpt takeover {shared}", error(source, shared, "--persistent", "--force")
     assert "is in use by another job" in said
     assert text in said
-    assert main(text.split()[1:]) == 0
-    assert main(["import", str(source), str(shared), "--persistent", "--force"]) == 0
+    assert run_command(text.split()[1:]) == 0
+    assert run_command(["import", str(source), str(shared), "--persistent", "--force"]) == 0
     assert not PersistentStore(str(shared)).owner()
     with start(tmp_path / "other", persistent_path=str(shared)) as job:
         assert job.restore().version == STEPS
@@ -335,7 +337,7 @@ def cut(path: Path, target: Path) -> Path:
 
 def test_damaged_and_foreign_files_are_named(trained: TinyJob, tmp_path: Path, capsys: Any) -> None:
     def error(source: Path, *arguments: str) -> str:
-        assert main(["import", str(source), str(tmp_path / "ckpts"), *arguments]) == 1
+        assert run_command(["import", str(source), str(tmp_path / "ckpts"), *arguments]) == 1
         found = str(capsys.readouterr().err)
         assert str(source) in found
         assert not (tmp_path / "ckpts").exists()
@@ -360,7 +362,7 @@ def test_damaged_and_foreign_files_are_named(trained: TinyJob, tmp_path: Path, c
 def test_the_former_form_of_torch_save(trained: TinyJob, tmp_path: Path) -> None:
     content = content_of(trained, args=argparse.Namespace(lr=1))
     torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert main(["import", str(tmp_path / "old.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "old.pt"), str(tmp_path / "ckpts")]) == 0
     with start(tmp_path / "ckpts") as job:
         job.restore()
         assert state_of(job)[:2] == state_of(trained)[:2]
@@ -372,7 +374,7 @@ class Elastic:
 
 def test_plain_values_go_to_an_elastic_state(trained: TinyJob, tmp_path: Path) -> None:
     to_torch(trained, tmp_path / "source.pt")
-    assert main(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
     owner, fresh = Elastic(), TinyJob(None, seed=7)
     values = PlainValues(owner, ["epoch", "batch"])
     given = {"path": str(tmp_path / "ckpts"), "agent": "inline", "extra": {PLAIN_VALUES: values}}
@@ -384,7 +386,7 @@ def test_plain_values_go_to_an_elastic_state(trained: TinyJob, tmp_path: Path) -
 def test_another_model_takes_what_fits(trained: TinyJob, tmp_path: Path) -> None:
     """With `strict=False`."""
     to_torch(trained, tmp_path / "source.pt")
-    assert main(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
+    assert run_command(["import", str(tmp_path / "source.pt"), str(tmp_path / "ckpts")]) == 0
     model = tiny_model()
     model[4] = torch.nn.Linear(24, 9)
     with start(tmp_path / "ckpts", model=model) as job:
@@ -410,7 +412,7 @@ def ended(tmp_path: Path) -> TinyJob:
 
 def export(tmp_path: Path, name: str, *more: str) -> Path:
     out = tmp_path / name
-    assert main(["export", str(tmp_path / "ckpts"), str(out), *more]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out), *more]) == 0
     return out
 
 
@@ -439,12 +441,14 @@ def test_weights_in_several_files(ended: TinyJob, tmp_path: Path, capsys: Any) -
     ended_model = ended.model.state_dict()
     assert together.keys() == ended_model.keys()
     assert all(exact.image(together[k]) == exact.image(v) for k, v in ended_model.items())
-    assert main(["import", str(out), str(tmp_path / "again")]) == 0
+    assert run_command(["import", str(out), str(tmp_path / "again")]) == 0
     with start(tmp_path / "again") as job:
         assert job.restore().version == STEPS
         assert state_of(job)[0] == state_of(ended)[0]
     model = tmp_path / "model.safetensors"
-    assert main(["export", str(tmp_path / "ckpts"), str(model), "--max-shard-bytes", "1K"]) == 1
+    assert (
+        run_command(["export", str(tmp_path / "ckpts"), str(model), "--max-shard-bytes", "1K"]) == 1
+    )
     assert "Several files need a folder" in capsys.readouterr().err
     export(tmp_path, "model.safetensors")
     fresh = tiny_model()
@@ -464,15 +468,15 @@ def test_a_file_of_horovods_examples(ended: TinyJob, tmp_path: Path) -> None:
 def test_a_folder_is_replaced_as_a_whole(ended: TinyJob, tmp_path: Path, capsys: Any) -> None:
     out = export(tmp_path, "folder", "--format", "dcp")
     command = ["export", str(tmp_path / "ckpts"), str(out), "--format", "dcp"]
-    assert main(command) == 1
+    assert run_command(command) == 1
     assert "exists; --force replaces it" in capsys.readouterr().err
     (out / "old").touch()
-    assert main([*command, "--force"]) == 0
+    assert run_command([*command, "--force"]) == 0
     assert not (out / "old").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     command[2] = str(tmp_path / "mine")
-    assert main([*command, "--force"]) == 1
+    assert run_command([*command, "--force"]) == 1
     assert "a folder with other things than a checkpoint" in capsys.readouterr().err
     assert (tmp_path / "mine" / "thesis.tex").exists()
     assert {each.name for each in tmp_path.iterdir()} == {"ckpts", "folder", "mine"}
@@ -480,7 +484,7 @@ def test_a_folder_is_replaced_as_a_whole(ended: TinyJob, tmp_path: Path, capsys:
 
 def test_an_exported_file_is_imported_with_all_objects(ended: TinyJob, tmp_path: Path) -> None:
     out = export(tmp_path, "all.pt")
-    assert main(["import", str(out), str(tmp_path / "again")]) == 0
+    assert run_command(["import", str(out), str(tmp_path / "again")]) == 0
     with start(tmp_path / "again") as job:
         assert job.restore() == STEPS
         assert state_of(job) == state_of(ended)

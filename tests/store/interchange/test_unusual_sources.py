@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import tierckpt
 from tests.support import exact
 from tests.support.tmpfs import SIZE_BYTES
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.testing import TinyJob, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -38,7 +38,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command, and returns its output, or its error."""
 
     def run(*arguments: object, fails: bool = False) -> str:
-        assert main([*map(str, arguments)]) == fails
+        assert run_command([*map(str, arguments)]) == fails
         output = capsys.readouterr()
         assert "Traceback" not in output.err
         return str(output.err if fails else output.out)
@@ -179,7 +179,7 @@ def test_parameters_of_another_group_are_named(tmp_path: Path, command: Callable
 
 
 def tierckpt_job(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt import Checkpointer
 
     return Checkpointer(model, optimizer, path=str(path), agent="inline")
 

@@ -19,10 +19,9 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
-from tierckpt.checkpointer.adapter import PlainAdapter
+from tierckpt.checkpointer import PlainAdapter
 from tierckpt.errors import ConfigError, UnsupportedStateError
-from tierckpt.journal.segments import FOLDER, JournalReader, names_in
-from tierckpt.journal.steps import REPEATABLE
+from tierckpt.journal import FOLDER, REPEATABLE, JournalReader, names_in
 from tierckpt.testing import seed_everything
 
 STEPS = 6

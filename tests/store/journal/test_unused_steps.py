@@ -16,10 +16,9 @@ import torch
 
 import tierckpt
 from tests.store.journal.test_repeated_steps import Loop, attach, train
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.format import PAGE_BYTES
-from tierckpt.journal import recorder
-from tierckpt.journal.segments import FOLDER, names_in
+from tierckpt.journal import FOLDER, names_in, recorder
 
 STEPS = 6
 adam = functools.partial(torch.optim.Adam, lr=0.01)
@@ -163,13 +162,13 @@ def test_verify_reads_the_journal(
 ) -> None:
     path = tmp_path / "ckpts"
     killed_run(path, shm_dir)
-    assert main(["verify", str(path)]) == 0
+    assert run_command(["verify", str(path)]) == 0
     assert "journal: 5 records, " in capsys.readouterr().out
     (name,) = names_in(path / FOLDER)
     data = bytearray((path / FOLDER / str(name)).read_bytes())
     data[len(data) // 2 + 8] ^= 1  # the head of a frame, or in an image
     (path / FOLDER / str(name)).write_bytes(data)
-    assert main(["verify", str(path)]) == 1
+    assert run_command(["verify", str(path)]) == 1
     out = capsys.readouterr().out
     assert ": 1 DAMAGED" in out
     assert str(name) in out
@@ -180,13 +179,13 @@ def test_commands_that_read_versions_name_the_steps_after_them(
 ) -> None:
     path, named = tmp_path / "ckpts", "the journal leads on from v1 to v6, and only a restart"
     killed_run(path, shm_dir)
-    assert main(["watch", str(path), "--once"]) == 0
+    assert run_command(["watch", str(path), "--once"]) == 0
     assert "its journal leads on to v6" in capsys.readouterr().out.replace("\n", " ")
-    assert main(["export", str(path), str(tmp_path / "all.pt")]) == 0
+    assert run_command(["export", str(path), str(tmp_path / "all.pt")]) == 0
     assert named in capsys.readouterr().out
-    assert main(["fork", str(path), str(tmp_path / "other")]) == 0
+    assert run_command(["fork", str(path), str(tmp_path / "other")]) == 0
     assert named in capsys.readouterr().out
-    assert main(["export", str(path), str(tmp_path / "v1.pt"), "--version", "1"]) == 0
+    assert run_command(["export", str(path), str(tmp_path / "v1.pt"), "--version", "1"]) == 0
     assert "journal" not in capsys.readouterr().out
 
 

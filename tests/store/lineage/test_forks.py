@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tierckpt import latest
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.storage.notes import ForkMarks, OriginFile
+from tierckpt.storage import ForkMarks, OriginFile
 from tierckpt.testing import TinyJob, tiny_model
 
 STEPS = 6
@@ -141,24 +141,24 @@ def test_a_damaged_order_is_shown_and_the_command_that_removes_it_works(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places.train("a")
-    assert main(["fork", places["a"], places["b"]]) == 0
+    assert run_command(["fork", places["a"], places["b"]]) == 0
     record, source = Path(places["b"]) / "fork.json", Path(places["a"])
     record.write_text("x")
     for command in ("list", "log"):
-        assert main([command, places["b"]]) == 0
+        assert run_command([command, places["b"]]) == 0
         out = capsys.readouterr().out
         assert out.count("fork.json is truncated or damaged") == 1, "as one place"
     with places.job("b") as job, pytest.raises(RestoreError, match=f"{places['b']}: .*") as error:
         job.restore()
     cancel = f"tierckpt fork --cancel {places['b']}"
     assert cancel in str(error.value)
-    assert main(cancel.split()[1:]) == 0
+    assert run_command(cancel.split()[1:]) == 0
     assert not record.exists()
     (mark,) = source.glob("*.hold")
     mark.write_text("x")
-    assert main(["log", places["a"]]) == 0
+    assert run_command(["log", places["a"]]) == 0
     assert "unknown, as its mark cannot be read" in capsys.readouterr().out
-    assert main(["unpin", places["a"], str(STEPS), "--forks"]) == 0
+    assert run_command(["unpin", places["a"], str(STEPS), "--forks"]) == 0
     with places.job("b") as job:
         assert job.restore() == 0
 
@@ -189,9 +189,9 @@ def test_a_fork_of_a_job_without_a_folder_is_in_both_histories(
         assert again.fingerprint() == course
         assert not [e.text() for e in again.events if "has no effect" in e.text()]
         capsys.readouterr()
-        assert main(["log", places["a"]]) == 0
+        assert run_command(["log", places["a"]]) == 0
         assert f"fork of v{STEPS}: {places['b']}" in capsys.readouterr().out
-        assert main(["log", places["b"]]) == 0
+        assert run_command(["log", places["b"]]) == 0
         first, *_ = capsys.readouterr().out.splitlines()
         assert first == f"{places['b']}, a fork of {places['a']}@v{STEPS}"
         again.checkpointer.close()
@@ -217,7 +217,7 @@ def test_the_memory_of_a_running_job_is_a_source(
             assert places.marks("a") == [], "it is no fork before it has a version of its own"
             job.run(STEPS + 5)
         capsys.readouterr()
-        assert main(["log", places["a"]]) == 0
+        assert run_command(["log", places["a"]]) == 0
         assert f"fork of v{STEPS + 4}: {places['b']}\n" in capsys.readouterr().out
     assert OriginFile(places["b"]).read().id.version == STEPS + 4  # type: ignore[union-attr]
     assert places.marks("a") == ["fork"], "a note: there was nothing to hold"
@@ -241,7 +241,7 @@ def test_what_cannot_be_done_is_refused_with_a_remedy_that_works(
         with pytest.raises(RestoreError, match="tierckpt fork --cancel"):
             job.checkpointer.restore(fork_from=places["c"])
         job.checkpointer.abandon()
-    assert main(["fork", "--cancel", places["b"]]) == 0
+    assert run_command(["fork", "--cancel", places["b"]]) == 0
     assert places.marks("a") == []
     with places.job("b") as job:
         assert job.checkpointer.restore(fork_from=places["c"]) == STEPS
@@ -272,7 +272,7 @@ def test_the_source_may_be_deleted_if_its_files_have_second_names(
 ) -> None:
     far = {"persistent_path": places["far"], "persistent_every_steps": STEPS}
     state = places.train("a", **far)
-    assert main(["fork", places["a"], places["b"]]) == 0
+    assert run_command(["fork", places["a"], places["b"]]) == 0
     assert "the source may be deleted" in capsys.readouterr().out
     shutil.rmtree(places["a"])
     for _ in range(2):
@@ -280,13 +280,13 @@ def test_the_source_may_be_deleted_if_its_files_have_second_names(
             assert job.restore() == STEPS
             assert job.fingerprint() == state
             job.checkpointer.abandon()
-    assert main(["list", places["b"]]) == 0
+    assert run_command(["list", places["b"]]) == 0
     assert "no checkpoints here" in capsys.readouterr().out, "these are another job's"
     with places.job("b") as job:
         assert job.restore() == STEPS
         job.run(STEPS + 1)
     assert not [*Path(places["b"]).glob("*.kept")]
-    assert main(["fork", f"{places['far']}@{STEPS}", places["c"]]) == 0
+    assert run_command(["fork", f"{places['far']}@{STEPS}", places["c"]]) == 0
     shutil.rmtree(places["far"])
     with places.job("c") as job:
         assert job.restore() == STEPS
@@ -295,7 +295,7 @@ def test_the_source_may_be_deleted_if_its_files_have_second_names(
 
 def test_files_with_second_names_serve_a_job_without_the_local_level(places: Places) -> None:
     state = places.train("a")
-    assert main(["fork", places["a"], places["b"]]) == 0
+    assert run_command(["fork", places["a"], places["b"]]) == 0
     shutil.rmtree(places["a"])
     with places.job("b", local_every_steps=0, local_every_seconds=0) as job:
         assert job.restore() == STEPS
@@ -309,7 +309,7 @@ def test_another_job_under_the_path_of_the_source_is_not_taken_for_it(
     if not links:
         monkeypatch.setattr("tierckpt.storage.notes.os.link", no_link)
     state = places.train("a")
-    assert main(["fork", places["a"], places["b"]]) == 0
+    assert run_command(["fork", places["a"], places["b"]]) == 0
     shutil.rmtree(places["a"])
     with places.job("a", 1) as job:
         assert job.run(STEPS).fingerprint() != state
@@ -328,15 +328,15 @@ def test_the_command_takes_paths_with_the_name_of_the_node(
 ) -> None:
     monkeypatch.setenv("TIERCKPT_NODE", "n3")
     state = places.train("a/{node}")
-    assert main(["fork", places["a/{node}"], places["b/{node}"]]) == 0
+    assert run_command(["fork", places["a/{node}"], places["b/{node}"]]) == 0
     assert sorted(each.suffix for each in Path(places["b/n3"]).iterdir()) == [".json", ".kept"]
     with places.job("b/{node}") as job:
         assert job.restore() == STEPS
         assert job.fingerprint() == state
         job.checkpointer.abandon()
     shutil.rmtree(places["b/n3"])
-    assert main(["fork", places["a/{node}"], places["b/{node}"]]) == 0
-    assert main(["fork", "--cancel", places["b/{node}"]]) == 0
+    assert run_command(["fork", places["a/{node}"], places["b/{node}"]]) == 0
+    assert run_command(["fork", "--cancel", places["b/{node}"]]) == 0
     assert [*Path(places["b/n3"]).iterdir()] == []
 
 
@@ -368,7 +368,7 @@ def test_a_lost_or_damaged_source_is_refused_with_a_remedy_that_works(
         with pytest.raises(RestoreError, match=r"Bring it back; or, .*: tierckpt fork --cancel"):
             job.restore()
         job.checkpointer.abandon()
-    assert main(["fork", "--cancel", places["b"]]) == 0
+    assert run_command(["fork", "--cancel", places["b"]]) == 0
     damage(places["moved"], STEPS)
     with places.job("b", fork_from=str(moved)) as job:
         with pytest.raises(RestoreError, match=f"another version: {moved}@v5 is complete"):
@@ -381,25 +381,25 @@ def test_the_command_orders_a_fork_and_takes_the_order_back(
 ) -> None:
     state = places.train("a")
     order = ["fork", f"{places['a']}@v{STEPS}", places["b"]]
-    assert [main(order), main(order)] == [0, 0], "twice is once"
+    assert [run_command(order), run_command(order)] == [0, 0], "twice is once"
     assert places.marks("a") == ["hold"]
-    assert main(["list", places["b"]]) == 0
+    assert run_command(["list", places["b"]]) == 0
     assert f"the next run starts from {places['a']}@v{STEPS}" in capsys.readouterr().out
-    assert main(["list", places["a"]]) == 0
+    assert run_command(["list", places["a"]]) == 0
     assert f"held for the fork {places['b']}" in capsys.readouterr().out
-    assert main(["fork", "--cancel", places["b"]]) == 0
-    assert main(["fork", "--cancel", places["b"]]) == 1
+    assert run_command(["fork", "--cancel", places["b"]]) == 0
+    assert run_command(["fork", "--cancel", places["b"]]) == 1
     assert places.marks("a") == []
-    assert main(order) == 0
+    assert run_command(order) == 0
     places.train("a", STEPS + 3)
     with places.job("b") as job:
         assert job.restore() == STEPS
         assert job.fingerprint() == state
         job.run(STEPS + 1)
     assert places.marks("a") == ["fork"]
-    assert main(order) == 1
+    assert run_command(order) == 1
     assert "has checkpoints already" in capsys.readouterr().err
-    assert main(["fork", f"{places['a']}@3", places["c"]]) == 1
+    assert run_command(["fork", f"{places['a']}@3", places["c"]]) == 1
     assert not Path(places["c"]).exists()
 
 
@@ -407,10 +407,10 @@ def test_holds_of_forks_that_are_gone_end_by_hand(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places.train("a")
-    assert main(["fork", places["a"], places["b"]]) == 0
+    assert run_command(["fork", places["a"], places["b"]]) == 0
     shutil.rmtree(places["b"])
-    assert main(["unpin", places["a"], str(STEPS)]) == 1, "it is no pin"
-    assert main(["unpin", places["a"], "4", "--forks"]) == 1
+    assert run_command(["unpin", places["a"], str(STEPS)]) == 1, "it is no pin"
+    assert run_command(["unpin", places["a"], "4", "--forks"]) == 1
     assert f"versions that are held: v{STEPS}" in capsys.readouterr().err
-    assert main(["unpin", places["a"], str(STEPS), "--forks"]) == 0
+    assert run_command(["unpin", places["a"], str(STEPS), "--forks"]) == 0
     assert places.marks("a") == ["fork"]

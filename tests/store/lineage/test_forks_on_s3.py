@@ -11,11 +11,10 @@ import pytest
 
 from tests.support.s3_server import KEY, SECRET
 from tierckpt import history
-from tierckpt.cli.main import main
-from tierckpt.lineage.source import OwnMarks
-from tierckpt.offline.catalog import rows_of
-from tierckpt.offline.survey import survey
-from tierckpt.storage.notes import OriginFile
+from tierckpt.cli import run_command
+from tierckpt.lineage import OwnMarks
+from tierckpt.offline import rows_of, survey_of
+from tierckpt.storage import OriginFile
 from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName
 from tierckpt.testing import TinyJob
 
@@ -88,10 +87,10 @@ def test_the_command_orders_a_fork_between_stores(
 ) -> None:
     state = places.train("a", STEPS)
     order = ["fork", f"{places.far('a')}@{STEPS}", places.far("b")]
-    assert [main(order), main(["fork", "--cancel", places.far("b")])] == [0, 0]
+    assert [run_command(order), run_command(["fork", "--cancel", places.far("b")])] == [0, 0]
     assert (places.marks("a"), places.marks("b")) == ([], [])
-    assert main(order) == 0
-    assert main(["list", places.far("b")]) == 0
+    assert run_command(order) == 0
+    assert run_command(["list", places.far("b")]) == 0
     assert f"the next run starts from {places.far('a')}@v{STEPS}" in capsys.readouterr().out
     with places.job("b", seed=9) as job:
         assert job.restore() == STEPS
@@ -111,7 +110,7 @@ def test_a_fork_on_a_new_node_is_known_by_its_record_in_the_store(
     places.lose("b")
     assert places.marks("a") == [".hold"]
     ends = f"tierckpt unpin {places.far('a')} {STEPS} --forks"
-    assert main(["list", places.far("a")]) == 0
+    assert run_command(["list", places.far("a")]) == 0
     assert ends not in capsys.readouterr().out, "the path of the fork leads to nothing now"
     with places.job("b", fork_from=places.far("a")) as job:
         assert job.restore() == STEPS + 2
@@ -132,14 +131,14 @@ def test_a_bucket_with_several_jobs_leads_on_to_each(
     above = places.far("a").rpartition("/")[0]
     below = f"there are folders below it: {above}/a, {above}/b; give one of them"
     for command, text in (("list", "no checkpoints here"), ("log", "no run has left anything")):
-        assert main([command, above]) == 0
+        assert run_command([command, above]) == 0
         assert below in (out := capsys.readouterr().out)
         assert text in out
-        assert main([command, f"{above}/a@v{STEPS}"]) == 0
+        assert run_command([command, f"{above}/a@v{STEPS}"]) == 0
         assert f"only a fork's source takes @v{STEPS}" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="no checkpoints here; there are folders below it"):
         history(above)
-    assert main(["list", f"{above}/a", f"{above}/b"]) == 0
+    assert run_command(["list", f"{above}/a", f"{above}/b"]) == 0
     assert f"2 jobs are here; for one of them: tierckpt list {above}/a" in capsys.readouterr().out
 
 
@@ -158,6 +157,6 @@ def test_the_manifests_of_many_versions_are_read_at_the_same_time(
         return inner(store, name)
 
     monkeypatch.setattr(PersistentStore, "read_manifest", both)
-    there = survey(places.far("a"))
+    there = survey_of(places.far("a"))
     monkeypatch.setattr(PersistentStore, "read_manifest", None)
     assert [row.iteration for row in rows_of(there)] == [2, 4, 6, 8], "none is read once more"

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.cli.versions import PLAIN_TREE_LINES, TREE_LINES, _drawn
 from tierckpt.format import RunEnd, RunRecord, VersionId
-from tierckpt.lineage.history import Branch
-from tierckpt.lineage.run_notes import command_hash
-from tierckpt.storage.notes import RunRecords
+from tierckpt.lineage import Branch, command_hash
+from tierckpt.storage import RunRecords
 from tierckpt.testing import TinyJob
 
 
@@ -36,10 +35,10 @@ def history(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
     life("a", 6)
     monkeypatch.chdir(tmp_path)
     life("b", 7, fork_from="a@v4")
-    assert main(["pin", str(tmp_path / "a"), "6"]) == 0
+    assert run_command(["pin", str(tmp_path / "a"), "6"]) == 0
     life("a", 5, restore=4)
-    assert main(["fork", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
-    assert main(["pin", str(tmp_path / "a"), "3"]) == 0
+    assert run_command(["fork", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
+    assert run_command(["pin", str(tmp_path / "a"), "3"]) == 0
     return tmp_path
 
 
@@ -52,7 +51,7 @@ def test_the_tree_shows_runs_and_forks_below_their_versions(
     history: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["log", str(history / "a")]) == 0
+    assert run_command(["log", str(history / "a")]) == 0
     out = capsys.readouterr().out
     assert shown(out) == [
         f"{history}/a",
@@ -75,7 +74,7 @@ def test_the_tree_shows_runs_and_forks_below_their_versions(
     assert "1 rank, " in first
     assert f"command {command_hash(sys.argv)[:10]}" in first
     assert last.endswith(", the training's end"), "facts that did not change are not repeated"
-    assert main(["log", str(history / "a"), "--all"]) == 0
+    assert run_command(["log", str(history / "a"), "--all"]) == 0
     assert capsys.readouterr().out.count(f"command {command_hash(sys.argv)[:10]}") == 3
 
 
@@ -83,7 +82,7 @@ def test_programs_get_everything_and_nothing_secret(
     history: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["log", str(history / "a"), "--json"]) == 0
+    assert run_command(["log", str(history / "a"), "--json"]) == 0
     text = capsys.readouterr().out
     files = [each.read_text() for each in (history / "a" / "runs").iterdir()]
     assert len(files) == 4
@@ -125,10 +124,10 @@ def test_every_start_is_there_also_those_that_left_no_version(
     with TinyJob(path, **places) as job:
         job.restore()
         job.checkpointer._levels.run_notes.close()  # waits for the record
-        assert main(["log", str(path)]) == 0
+        assert run_command(["log", str(path)]) == 0
         assert ", running" in capsys.readouterr().out.splitlines()[-1]
         job.run(3)
-    assert main(["log", str(path)]) == 0
+    assert run_command(["log", str(path)]) == 0
     out = capsys.readouterr().out
     assert shown(out)[1:] == [
         "├── run 1, from the beginning to v2",
@@ -139,7 +138,7 @@ def test_every_start_is_there_also_those_that_left_no_version(
     ]
     assert out.splitlines()[3].endswith(", KeyError on rank 0 (2), sys.exit(3) on rank 0 (1)")
     assert "s3cret" not in "".join(each.read_text() for each in (path / "runs").iterdir())
-    assert main(["log", str(path), "--all"]) == 0
+    assert run_command(["log", str(path), "--all"]) == 0
     assert capsys.readouterr().out.count("run 2, from v2") == 4
 
 
@@ -153,7 +152,7 @@ def test_a_damaged_record_is_named_and_the_others_are_shown(
     files = (tmp_path / "a" / "runs").glob("g000001.*.json")
     (first,) = [each for each in files if not each.name.endswith(".end.json")]
     first.write_bytes(first.read_bytes()[:-9])
-    assert main(["log", str(tmp_path / "a")]) == 0
+    assert run_command(["log", str(tmp_path / "a")]) == 0
     out = capsys.readouterr().out
     assert shown(out)[1] == "├── run 1, nothing noted"
     assert "└── run 2, from v2 to v4, 20" in out
@@ -169,7 +168,7 @@ def test_a_run_that_took_its_last_version_once_more_is_one_run(
             job.restore()
             job.run(steps)
             job.scheduler.step()
-    assert main(["log", str(tmp_path / "a")]) == 0
+    assert run_command(["log", str(tmp_path / "a")]) == 0
     assert shown(capsys.readouterr().out)[1:] == [
         "├── run 1, from the beginning to v2",
         "│   └── v1 to v2, 2 versions, the last one on local",
@@ -191,11 +190,11 @@ def test_many_restarts_are_a_list_and_their_facts_are_shown_once(
         records.add(record)
         records.add_end(record, RunEnd(record.run_id, n + 0.5, "the training's end", version=n))
     assert len([*(tmp_path / "runs").iterdir()]) == 2 * 512, "the newest 512, with their ends"
-    assert main(["log", str(tmp_path)]) == 0
+    assert run_command(["log", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 513
     assert max(map(len, lines[2:])) < 90
-    assert main(["log", str(tmp_path), "--json"]) == 0
+    assert run_command(["log", str(tmp_path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 512
 
 
@@ -212,7 +211,7 @@ def test_the_best_version_is_as_the_job_measures_it(
             job.iteration += 1
             job.checkpointer.step(metric=metric)
     for place in ("a", "far"):
-        assert main(["log", str(tmp_path / place)]) == 0
+        assert run_command(["log", str(tmp_path / place)]) == 0
         (best,) = [line for line in capsys.readouterr().out.splitlines() if ", best" in line]
         assert "metric 0.9" in best
 
@@ -243,7 +242,7 @@ def test_runs_without_records_come_from_lineages(
             job.restore()
             job.run(steps)
     assert not (tmp_path / "a" / "runs").exists()
-    assert main(["log", str(tmp_path / "a")]) == 0
+    assert run_command(["log", str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "├── run 1, nothing noted",
         "│   └── v1 to v3, 3 versions, the last one on local",
@@ -263,7 +262,7 @@ def test_records_outlive_their_versions(
             job.run(steps)
     for place in ("a", "far"):
         capsys.readouterr()
-        assert main(["log", str(tmp_path / place)]) == 0
+        assert run_command(["log", str(tmp_path / place)]) == 0
         out = capsys.readouterr().out
         for n in (2, 3, 4):
             assert f"run {n}, from v{2 * n - 2} to v{2 * n}, 20" in out

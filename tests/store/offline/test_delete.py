@@ -12,10 +12,9 @@ import pytest
 
 from tests.support.exported_job import wait_until
 from tests.support.tiny_course import in_shm, versions_on_disk
-from tierckpt.cli.main import main
-from tierckpt.offline.catalog import rows_of
-from tierckpt.offline.survey import survey
-from tierckpt.storage.notes import ForkMarks
+from tierckpt.cli import run_command
+from tierckpt.offline import rows_of, survey_of
+from tierckpt.storage import ForkMarks
 from tierckpt.testing import TinyJob
 
 STEPS = 5
@@ -44,11 +43,11 @@ def job(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def there() -> set[tuple[str, int]]:
-    return {(row.level, row.version) for row in rows_of(survey(["ckpts", "far"]))}
+    return {(row.level, row.version) for row in rows_of(survey_of(["ckpts", "far"]))}
 
 
 def delete(*words: str, status: int = 0) -> None:
-    assert main(["delete", "ckpts", *words]) == status
+    assert run_command(["delete", "ckpts", *words]) == status
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_versions_go_from_all_levels_and_the_rest_is_restored(
 def test_all_goes_and_the_next_run_starts_from_nothing(
     capsys: pytest.CaptureFixture[str], shm_dir: Path, tmp_path: Path
 ) -> None:
-    assert main(["rollback", "ckpts", "2"]) == 0
+    assert run_command(["rollback", "ckpts", "2"]) == 0
     delete("--all", "--yes")
     assert "the next run starts from nothing" in capsys.readouterr().out
     assert there() == set()
@@ -120,10 +119,10 @@ def test_a_persistent_place_in_use(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("holder", ["a pin", "a fork"])
 def test_a_kept_version(holder: str, refused: list[str], tmp_path: Path) -> None:
     if holder == "a pin":
-        assert main(["pin", "ckpts", "2"]) == 0
+        assert run_command(["pin", "ckpts", "2"]) == 0
         refused += ["v2 is pinned", "tierckpt unpin ckpts 2 ends that"]
     else:
-        assert main(["fork", "ckpts@2", "other"]) == 0
+        assert run_command(["fork", "ckpts@2", "other"]) == 0
         refused += ["v2 is held for the fork", "tierckpt unpin ckpts 2 --forks ends that"]
         assert ForkMarks(tmp_path / "ckpts").all()
     delete("--versions", "1", "2", "--yes", status=1)

@@ -14,15 +14,12 @@ import pytest
 import torch
 
 from tests.store.offline.test_offline import flip_byte
-from tierckpt.checkpointer.checkpointer import Checkpointer
-from tierckpt.cli.arguments import Target, targets_of
-from tierckpt.cli.main import main
+from tierckpt import Checkpointer
+from tierckpt.cli import Target, run_command, targets_of
 from tierckpt.errors import ConfigError
-from tierckpt.format.shard_file import decode_header
-from tierckpt.offline.comparison import Difference, compare
-from tierckpt.offline.stored_version import open_version
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.slots import Slot
+from tierckpt.format import decode_header
+from tierckpt.offline import Difference, compare, open_version
+from tierckpt.storage import LocalStore, Slot
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks, seed_everything, tiny_model
 
 STEPS = 3
@@ -259,7 +256,7 @@ def test_a_ranks_own_buffer_is_named_with_its_rank(plain: Path, tmp_path: Path) 
 
 
 def diff(*arguments: object) -> int:
-    return main(["diff", *map(str, arguments)])
+    return run_command(["diff", *map(str, arguments)])
 
 
 def test_the_exit_status_is_that_of_diff(

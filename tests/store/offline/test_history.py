@@ -15,13 +15,12 @@ import tierckpt
 from tests.store.offline.test_offline import flip_byte
 from tests.support.persistent_shards import s3_options
 from tests.support.s3_server import Proxy
-from tierckpt.cli.main import main
+from tierckpt import History
+from tierckpt.cli import run_command
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.offline import stored_version
-from tierckpt.offline.comparison import History
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.storage import LocalStore
+from tierckpt.storage.persistent import PersistentStore, PosixBackend
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 STEPS = 6
@@ -156,9 +155,9 @@ def test_where_a_multiple_is_missing_the_next_version_stands_for_it(tmp_path: Pa
 def test_the_versions_of_a_run_that_was_given_up_are_chosen_by_its_number(tmp_path: Path) -> None:
     course = made(tmp_path)
     path = tmp_path / "ckpts"
-    assert main(["rollback", str(path), "3"]) == 0
+    assert run_command(["rollback", str(path), "3"]) == 0
     pinned = ["pin", str(path), str(STEPS)]
-    assert main(pinned) == 0
+    assert run_command(pinned) == 0
     with TinyJob(path, model=Model(), agent="inline", local_keep_last=STEPS) as second:
         assert second.restore() == 3
         for parameter in second.model.parameters():

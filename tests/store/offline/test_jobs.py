@@ -12,11 +12,10 @@ import pytest
 import tierckpt
 from tests.support.forgotten_ends import Forgotten
 from tierckpt.checkpointer import shutdown
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.errors import ConfigError
-from tierckpt.offline.catalog import rows_of
-from tierckpt.offline.survey import survey
-from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.offline import rows_of, survey_of
+from tierckpt.storage import JobDirectory
 from tierckpt.testing import TinyJob
 
 
@@ -61,13 +60,13 @@ def test_the_folder_above_two_jobs_is_no_job(
         ["list", "--files"],
     )
     for command in (*read_all, ["pin", "4"], ["unpin", "4"], ["unpin", "4", "--forks"]):
-        assert main([command[0], str(above), *command[1:]]) == 1
+        assert run_command([command[0], str(above), *command[1:]]) == 1
         assert several in capsys.readouterr().err
     sentence = several.partition(": ")[2]
     for command in (["halt", "--now"], ["rollback", "3"], ["takeover"], ["fork", "--cancel"]):
-        assert main([command[0], str(above), *command[1:]]) == 1
+        assert run_command([command[0], str(above), *command[1:]]) == 1
         assert sentence in capsys.readouterr().err
-    assert main(["fork", str(above / "a"), str(above)]) == 1
+    assert run_command(["fork", str(above / "a"), str(above)]) == 1
     assert f"{sentence}, or another path" in capsys.readouterr().err
     with TinyJob(tmp_path / "new") as job, pytest.raises(ConfigError, match=re.escape(several)):
         job.checkpointer.restore(fork_from=str(above))
@@ -83,11 +82,11 @@ def test_a_folder_of_persistent_paths_is_one_of_jobs_and_so_is_the_folder_above_
         trained(tmp_path / f"job {name}", steps, **own)
     capsys.readouterr()
     several = f"{far}: 2 jobs are here: {far}/a, {far}/b. Give the path of one of them"
-    assert main(["pin", str(far), "2"]) == 1
+    assert run_command(["pin", str(far), "2"]) == 1
     assert several in capsys.readouterr().err
-    assert main(["list", str(far)]) == 0
+    assert run_command(["list", str(far)]) == 0
     assert f"for one of them: tierckpt list {far}/a" in capsys.readouterr().out
-    rows = [row for row in rows_of(survey(far / "b")) if row.next]
+    rows = [row for row in rows_of(survey_of(far / "b")) if row.next]
     assert all(row.created_seconds for row in rows), "its manifest has the time"
     below = f"there are folders below it: {far}; give one of them"
     for command in (
@@ -98,9 +97,9 @@ def test_a_folder_of_persistent_paths_is_one_of_jobs_and_so_is_the_folder_above_
         ["verify"],
         ["watch", "--once"],
     ):
-        main([command[0], str(far.parent), *command[1:]])
+        run_command([command[0], str(far.parent), *command[1:]])
         assert below in "".join(capsys.readouterr()), command
-    assert main(["list", str(tmp_path / "job a")]) == 0
+    assert run_command(["list", str(tmp_path / "job a")]) == 0
     assert "persistent" not in capsys.readouterr().out, "a job's path is its own"
 
 
@@ -120,11 +119,11 @@ def test_jobs_in_memory_alone_are_in_the_list_of_a_folder(
     monkeypatch.setattr(JobDirectory, "trains", lambda self: True)
     monkeypatch.chdir(above)
     capsys.readouterr()
-    assert main(["list", "--json", "."]) == 0
+    assert run_command(["list", "--json", "."]) == 0
     listed = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["places"] for job in listed] == [["a"], ["b"], ["mem"], ["new"]]
     assert [len(job["versions"]) > 0 for job in listed] == [True, True, True, False]
-    assert main(["list", "."]) == 0
+    assert run_command(["list", "."]) == 0
     assert re.search(r"mem +2 .* v3 from memory .*running", capsys.readouterr().out)
 
 
@@ -133,22 +132,22 @@ def test_pins_reach_all_nodes_of_one_job_that_are_visible(
 ) -> None:
     nodes = [Path(shutil.copytree(two_jobs / "a", tmp_path / "ckpts" / name)) for name in "xy"]
     for path in (tmp_path / "ckpts", tmp_path / "ckpts" / "{node}"):
-        assert main(["pin", str(path), "3"]) == 0
+        assert run_command(["pin", str(path), "3"]) == 0
         assert all([*node.glob("*.pin")] for node in nodes)
-        assert main(["unpin", str(path), "3"]) == 0
+        assert run_command(["unpin", str(path), "3"]) == 0
         assert not any([*node.glob("*.pin")] for node in nodes)
-    assert main(["pin", str(tmp_path / "ckpts"), "2"]) == 1
+    assert run_command(["pin", str(tmp_path / "ckpts"), "2"]) == 1
     assert "there is no such version as v2; there: v3" in capsys.readouterr().err
 
 
 def test_verify_judges_each_job(above: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(above), "--version", "4"]) == 0
+    assert run_command(["verify", str(above), "--version", "4"]) == 0
     assert f"{above}/a\n  no v4\n{above}/b\nv4 " in capsys.readouterr().out
     (shard,) = (above / "b").glob("*.safetensors")
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
     shard.write_bytes(damaged)
-    assert main(["verify", str(above)]) == 1
+    assert run_command(["verify", str(above)]) == 1
     out, err = capsys.readouterr()
     assert f"1 of 2 jobs: {above}/b" in err
     assert "no other version is complete here" in out, "a version of the other job is no help"
@@ -157,16 +156,16 @@ def test_verify_judges_each_job(above: Path, capsys: pytest.CaptureFixture[str])
 def test_list_has_a_line_for_each_job(above: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(above / "c", 6, fork_from=str(above / "b"))
     capsys.readouterr()
-    assert main(["list", str(above)]) == 0
+    assert run_command(["list", str(above)]) == 0
     titles, *lines, remedy = capsys.readouterr().out.splitlines()
     assert titles.split()[:2] == ["job", "versions"]
     assert [line.split()[0] for line in lines] == [f"{above}/{name}" for name in "abc"]
     assert ["v3 from local" in lines[0], "v4 from local" in lines[1]] == [True, True]
     assert lines[2].endswith(f"a fork of {above}/b@v4")
     assert remedy.endswith(f"for one of them: tierckpt list {above}/a, tierckpt log {above}/a")
-    assert main(remedy.partition(": tierckpt ")[2].partition(",")[0].split()) == 0
+    assert run_command(remedy.partition(": tierckpt ")[2].partition(",")[0].split()) == 0
     assert "a restart takes this" in capsys.readouterr().out
-    assert main(["list", str(above), "--json"]) == 0
+    assert run_command(["list", str(above), "--json"]) == 0
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["places"] for job in jobs] == [[f"{above}/{name}"] for name in "abc"]
     assert [[row["version"] for row in job["versions"] if row["next"]] for job in jobs] == [
@@ -181,11 +180,11 @@ def test_log_has_a_tree_for_each_job_but_no_fork_of_another(
 ) -> None:
     trained(above / "a fork", 6, fork_from=str(above / "b"))
     capsys.readouterr()
-    assert main(["log", str(above)]) == 0
+    assert run_command(["log", str(above)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "── " not in line] == [f"{above}/a", f"{above}/b"]
     assert sum(f"fork of v4: {above}/a fork" in line for line in lines) == 1
-    assert main(["log", str(above), "--json"]) == 0
+    assert run_command(["log", str(above), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [job["path"] for job in found["jobs"]] == [f"{above}/a", f"{above}/b"]
 
@@ -204,7 +203,7 @@ def test_a_version_after_the_path_is_answered_with_the_path(
     above: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("log", "list", "watch"):
-        assert main([command, f"{above}/a@v3"]) == 1
+        assert run_command([command, f"{above}/a@v3"]) == 1
         assert f"{above}/a. (Only a fork's source takes @v3 after it)" in capsys.readouterr().err
 
 
@@ -212,18 +211,18 @@ def test_a_hold_that_stays_as_its_source_was_moved_is_named_with_the_command_tha
     above: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fork, moved = above / "fork", above / "moved"
-    assert main(["fork", str(above / "b"), str(fork)]) == 0
+    assert run_command(["fork", str(above / "b"), str(fork)]) == 0
     (above / "b").rename(moved)
     ends = f"tierckpt unpin {moved} 4 --forks"
     capsys.readouterr()
-    assert main(["list", str(moved)]) == 0
+    assert run_command(["list", str(moved)]) == 0
     assert ends not in capsys.readouterr().out, "the fork still needs it"
     trained(fork, 5)
     capsys.readouterr()
     for command, text in (("list", ends), ("log", "does not need the hold any more")):
-        assert main([command, str(moved)]) == 0
+        assert run_command([command, str(moved)]) == 0
         assert text in capsys.readouterr().out
-    assert main(ends.split()[1:]) == 0
+    assert run_command(ends.split()[1:]) == 0
     capsys.readouterr()
-    assert main(["list", str(moved)]) == 0
+    assert run_command(["list", str(moved)]) == 0
     assert "held" not in capsys.readouterr().out

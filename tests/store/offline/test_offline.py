@@ -24,17 +24,15 @@ import tierckpt
 from tests.support import exact, peer_shards
 from tests.support.peer_shards import Members
 from tests.support.rights import as_anybody
-from tierckpt.cli.main import main
-from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
-from tierckpt.coordination.proof_order import VARIABLE, ProofOrder
-from tierckpt.erasure.codes import Code
+from tierckpt.cli import run_command
+from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.coordination import PROOF_VARIABLE, ProofOrder
+from tierckpt.erasure import Code
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format import records
-from tierckpt.offline.catalog import Row, rows_of
-from tierckpt.offline.survey import survey
-from tierckpt.restore.loader import PieceWriter
-from tierckpt.storage.job_directory import JobDirectory, job_id_of
-from tierckpt.storage.local import LocalStore
+from tierckpt.offline import Row, rows_of, survey_of
+from tierckpt.restore import PieceWriter
+from tierckpt.storage import JobDirectory, LocalStore, job_id_of
 from tierckpt.testing import TinyJob, tiny_model
 
 STEPS = 5
@@ -255,7 +253,7 @@ def test_an_agent_that_lingers_is_no_living_job(
     with agent_at(Path(memory).parent):
         assert [row.level for row in rows(tmp_path) if row.next] == ["memory"]
         assert tierckpt.load(tmp_path / "ckpts").version == STEPS
-        assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.pt")]) == 0
+        assert run_command(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.pt")]) == 0
         assert f"v{STEPS}, from memory" in capsys.readouterr().out
 
 
@@ -329,7 +327,7 @@ def test_versions_of_a_newer_tierckpt_are_not_silently_skipped(job: Any, tmp_pat
 
 
 def rows(tmp_path: Path, *more: Path) -> list[Row]:
-    return rows_of(survey([tmp_path / "ckpts", *more]))
+    return rows_of(survey_of([tmp_path / "ckpts", *more]))
 
 
 def test_each_level_of_each_version_has_a_line(
@@ -343,7 +341,7 @@ def test_each_level_of_each_version_has_a_line(
         ended.checkpointer.save(now=True)
         ended.checkpointer.pin(3)
         ended.run(STEPS)
-    assert main(["list", str(tmp_path / "ckpts"), str(shared)]) == 0
+    assert run_command(["list", str(tmp_path / "ckpts"), str(shared)]) == 0
     lines, _ = texts(capsys)
     assert lines[0].split() == [
         "version",
@@ -365,7 +363,7 @@ def test_each_level_of_each_version_has_a_line(
     assert [name for name, line in found.items() if "a restart takes this" in line] == [
         ("v5", "local")
     ]
-    assert main(["list", "--json", str(tmp_path / "ckpts")]) == 0
+    assert run_command(["list", "--json", str(tmp_path / "ckpts")]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["version"] for each in told["versions"] if each["next"]] == [STEPS]
     assert told["problems"] == []
@@ -397,7 +395,7 @@ def test_a_version_of_which_a_shard_is_elsewhere(
         store = members.store(member)
         image, manifest = peer_shards.shard_of(member, members.lengths[member], code.n)
         store.commit(peer_shards.key_of(member, code), image, manifest)
-    assert main(["list", str(tmp_path / "nodes" / "node0")]) == 0
+    assert run_command(["list", str(tmp_path / "nodes" / "node0")]) == 0
     lines, _ = texts(capsys)
     assert "1 of" in lines[1]
     assert "not complete, shard" in lines[1]
@@ -406,9 +404,9 @@ def test_a_version_of_which_a_shard_is_elsewhere(
     with pytest.raises(RestoreError, match="shards of v1, but no version is complete here"):
         tierckpt.latest(tmp_path / "nodes" / "node0")
     assert lines[-2].startswith("nothing in memory: looked for ")
-    everyone = rows_of(survey(tmp_path / "nodes"))
+    everyone = rows_of(survey_of(tmp_path / "nodes"))
     assert [(len(row.there), row.parities) for row in everyone] == [(2, 3)]
-    template = rows_of(survey(tmp_path / "nodes" / "{node}"))
+    template = rows_of(survey_of(tmp_path / "nodes" / "{node}"))
     assert [(len(row.there), row.parities) for row in template] == [(2, 3)]
 
 
@@ -419,18 +417,18 @@ def test_a_manifest_without_its_data_file_is_no_shard(
         ended.run(STEPS)
     path = tmp_path / "ckpts"
     (path / f"{key_of(path, STEPS).stem}.safetensors").unlink()
-    rows = {row.version: row for row in rows_of(survey(path))}
+    rows = {row.version: row for row in rows_of(survey_of(path))}
     assert (rows[STEPS - 1].next, STEPS in rows) == (True, False)
     found = tierckpt.latest(path)
     assert found is not None
     assert found.version == STEPS - 1
-    assert main(["list", str(path)]) == 0
+    assert run_command(["list", str(path)]) == 0
     gone = f"the data file of v{STEPS} shard 0 of 1 is missing"
     lost = f"v{STEPS} cannot be restored from what is here: no usable copy of shard 0 is left"
     lines, _ = texts(capsys)
     assert any(gone in line for line in lines)
     assert any(lost in line and f"a restart takes v{STEPS - 1}" in line for line in lines)
-    assert main(["verify", str(path)]) == 1
+    assert run_command(["verify", str(path)]) == 1
     lines, _ = texts(capsys)
     assert any("its data file v" in line and ".safetensors is missing" in line for line in lines)
     assert sum(lost in line for line in lines) == 1
@@ -442,14 +440,14 @@ def test_a_manifest_without_its_data_file_is_no_shard(
 
 def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job with a job_id or a shm_dir may still have some in memory."""
-    assert main(["list", str(tmp_path)]) == 0
+    assert run_command(["list", str(tmp_path)]) == 0
     (first, second, *advice), error = texts(capsys)
     assert (first, error) == (f"{tmp_path}: no checkpoints here", "")
     assert second == f"nothing in memory: looked for {memory_of(tmp_path)}"
     assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in advice[0]
     assert "if the job's path contains {node}, give it with {node}" in advice[1]
     (tmp_path / "n1").mkdir()
-    assert main(["list", str(tmp_path / "{node}")]) == 0
+    assert run_command(["list", str(tmp_path / "{node}")]) == 0
     assert "contains {node}" not in capsys.readouterr().out
 
 
@@ -464,12 +462,12 @@ def test_the_searched_places_in_memory_are_reported(
     memory = memory_of(tmp_path / "ckpts")
     with job() as ended:
         ended.run(1)
-    assert main(["list", str(tmp_path / "ckpts")]) == 0
+    assert run_command(["list", str(tmp_path / "ckpts")]) == 0
     assert texts(capsys)[0][-1] == f"nothing in memory: looked for {memory}"
     killed(job())
-    assert main(["list", str(tmp_path / "ckpts")]) == 0
+    assert run_command(["list", str(tmp_path / "ckpts")]) == 0
     assert texts(capsys)[0][-1] == f"in memory: {memory}"
-    assert main(["list", "--json", str(tmp_path / "ckpts")]) == 0
+    assert run_command(["list", "--json", str(tmp_path / "ckpts")]) == 0
     assert json.loads(capsys.readouterr().out)["memory"] == [str(memory)]
 
 
@@ -477,10 +475,10 @@ def test_the_searched_places_in_memory_are_reported(
 def test_a_job_in_memory_alone_has_no_directory_and_is_found(path: str, tmp_path: Path) -> None:
     killed(TinyJob(tmp_path / path, agent="inline", local_every_steps=0))
     assert os.listdir(tmp_path) == []
-    found = rows_of(survey(tmp_path / path))
+    found = rows_of(survey_of(tmp_path / path))
     assert [(row.version, row.level) for row in found if row.next] == [(STEPS, "memory")]
     with pytest.raises(ConfigError, match="is not a directory"):
-        survey([tmp_path / path, tmp_path / "mistyped"])
+        survey_of([tmp_path / path, tmp_path / "mistyped"])
 
 
 def test_a_place_without_read_permission_is_named_and_the_rest_is_shown(
@@ -492,17 +490,17 @@ def test_a_place_without_read_permission_is_named_and_the_rest_is_shown(
     (closed := tmp_path / "closed").mkdir(mode=0o000)
     paths, out = [str(closed), str(tmp_path / "ckpts")], tmp_path / "out.pt"
     with as_anybody():
-        assert main(["list", *paths]) == 1
+        assert run_command(["list", *paths]) == 1
         lines, error = texts(capsys)
         assert sum("a restart takes this" in line for line in lines) == 1
         told = [line for line in lines if line.startswith("cannot be read: ")]
         assert told == [f"cannot be read: {closed}: [Errno 13] Permission denied: '{closed}'"]
         assert error.startswith("tierckpt: not all places could be read")
-        assert main(["verify", *paths]) == 1
+        assert run_command(["verify", *paths]) == 1
         lines, error = texts(capsys)
         assert [line.rpartition(": ")[2] for line in lines] == ["sound"] * STEPS
         assert f"not all can be read: {closed}: [Errno 13]" in error
-        assert main(["export", *paths, str(out)]) == 1
+        assert run_command(["export", *paths, str(out)]) == 1
         lines, error = texts(capsys)
         assert any(line.startswith(f"skipped: {closed}: ") for line in lines)
         assert (
@@ -511,7 +509,7 @@ def test_a_place_without_read_permission_is_named_and_the_rest_is_shown(
         )
         assert torch.load(out, weights_only=True)["version"] == STEPS
         # An explicit version is read, and no other.
-        assert main(["export", *paths, str(out), "--force", "--version", "5"]) == 0
+        assert run_command(["export", *paths, str(out), "--force", "--version", "5"]) == 0
 
 
 @pytest.mark.parametrize("inside", ["n2", "n2/ckpts"])
@@ -528,7 +526,7 @@ def test_a_node_s_folder_that_may_not_be_looked_into_is_named(
     try:
         with as_anybody():
             for path in ("nodes", "nodes/{node}", "nodes/n2/ckpts", "nodes/{node}/ckpts"):
-                assert main(["list", str(tmp_path / path)]) == 1, path
+                assert run_command(["list", str(tmp_path / path)]) == 1, path
                 lines, _ = texts(capsys)
                 told = [line for line in lines if line.startswith("cannot be read: ")]
                 assert any(f"{tmp_path}/nodes/n2" in line for line in told), (path, lines)
@@ -546,7 +544,7 @@ def test_a_copy_that_may_not_be_read_is_not_called_damaged(
         ended.run(STEPS)
     (tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', 3).stem}{suffix}").chmod(0o000)
     with as_anybody():
-        assert main(["verify", str(tmp_path / "ckpts")]) == 1
+        assert run_command(["verify", str(tmp_path / "ckpts")]) == 1
     lines, error = texts(capsys)
     assert "DAMAGED" not in "".join(lines)
     if suffix == ".manifest":
@@ -565,19 +563,19 @@ def test_a_node_s_name_is_the_same_wherever_the_path_has_it(
     where = tmp_path / "all" / path.replace("{node}", "n1")
     where.parent.mkdir(parents=True)
     shutil.move(tmp_path / "ckpts", where)
-    assert [row.version for row in rows_of(survey(tmp_path / "all" / path))] == [1]
+    assert [row.version for row in rows_of(survey_of(tmp_path / "all" / path))] == [1]
 
 
 def test_an_unreadable_place_does_not_look_empty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Missing credentials, for example. Here: a URL of an unknown kind."""
-    assert main(["list", "nosuch://bucket/run"]) == 1
+    assert run_command(["list", "nosuch://bucket/run"]) == 1
     (first, *others), error = texts(capsys)
     assert first == "nosuch://bucket/run: no readable checkpoints"
     assert others[0].startswith("cannot be read: nosuch://bucket/run: ")
     assert error.startswith("tierckpt: not all places could be read")
-    assert main(["list", "--json", "nosuch://bucket/run"]) == 1
+    assert run_command(["list", "--json", "nosuch://bucket/run"]) == 1
     out, error = capsys.readouterr()
     assert len(json.loads(out)["problems"]) == 1
     assert error.startswith("tierckpt: not all places could be read")
@@ -588,7 +586,7 @@ def test_of_many_damaged_copies_a_few_are_named(
 ) -> None:
     for version in range(20):
         (tmp_path / f"v{version:010d}.g000001.s00000of00001.manifest").write_text("damaged")
-    assert main(["list", str(tmp_path)]) == 0
+    assert run_command(["list", str(tmp_path)]) == 0
     lines, _ = texts(capsys)
     told = [line for line in lines if line.startswith("cannot be read: ")]
     assert len(told) == 9
@@ -608,7 +606,7 @@ def test_memory_of_another_path_is_no_restarts(
     killed(job(local_every_steps=2))
     moved = tmp_path / "moved"
     how(str(tmp_path / "ckpts"), str(moved))
-    assert main(["list", str(moved)]) == 0
+    assert run_command(["list", str(moved)]) == 0
     lines, _ = texts(capsys)
     taken = [line.split()[:2] for line in lines if "a restart takes this" in line]
     assert taken == [["v4", "local"]]
@@ -620,7 +618,7 @@ def test_memory_of_another_path_is_no_restarts(
     assert saved.version == 4
     assert f"v{STEPS} is left out: memory of job {was!r}" in saved.rejected[0]
     monkeypatch.setenv("TIERCKPT_JOB_ID", was)
-    assert main(["list", str(moved)]) == 0
+    assert run_command(["list", str(moved)]) == 0
     assert "a restart takes this" in texts(capsys)[0][-2]
     assert tierckpt.load(moved).version == STEPS
 
@@ -636,7 +634,7 @@ def test_a_directory_that_was_moved_with_nothing_in_it_lacks_no_node(
     first.checkpointer.abandon()
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / claim.name).write_bytes(left)
-    assert main(["list", str(tmp_path / "moved")]) == 0
+    assert run_command(["list", str(tmp_path / "moved")]) == 0
     lines, _ = texts(capsys)
     assert lines[-1].startswith("not seen by a restart from here: memory of job 'ckpts-")
 
@@ -677,7 +675,7 @@ def test_memory_of_the_same_job_is_a_restarts(
     node = given.get("node", socket.gethostname())
     monkeypatch.setenv("TIERCKPT_NODE", node)
     for where in {path, path.replace("{node}", node)}:
-        found = rows_of(survey(tmp_path / where))
+        found = rows_of(survey_of(tmp_path / where))
         assert [(row.version, row.level) for row in found if row.next] == [(STEPS, "memory")]
 
 
@@ -691,20 +689,20 @@ def test_every_byte_is_compared(
     with job(persistent_path=str(shared), persistent_every_steps=STEPS) as ended:
         ended.run(STEPS)
     places = [str(tmp_path / "ckpts"), str(shared)]
-    assert main(["verify", *places]) == 0
+    assert run_command(["verify", *places]) == 0
     lines, _ = texts(capsys)
     assert [line.rpartition(": ")[2] for line in lines] == ["sound"] * (STEPS + 1)
     damage(tmp_path / "ckpts", 3)
-    assert main(["verify", *places]) == 1
+    assert run_command(["verify", *places]) == 1
     lines, error = texts(capsys)
     assert next(line for line in lines if "DAMAGED" in line).startswith("v3 local: 1 copy")
     assert "differ from their checksum" in "".join(lines)
     assert error == f"tierckpt: damaged: 1 of {STEPS + 1} copies\n"
-    assert main(["verify", "--version", "4", *places]) == 0
-    assert main(["verify", "--version", "99", *places]) == 1
+    assert run_command(["verify", "--version", "4", *places]) == 0
+    assert run_command(["verify", "--version", "99", *places]) == 1
     assert "no v99 to verify" in texts(capsys)[1]
     (tmp_path / "empty").mkdir()
-    assert main(["verify", str(tmp_path / "empty")]) == 1
+    assert run_command(["verify", str(tmp_path / "empty")]) == 1
     assert "no checkpoints to verify" in texts(capsys)[1]
 
 
@@ -731,14 +729,14 @@ def test_a_shard_that_cannot_be_decoded_here_is_sound_as_stored(
         monkeypatch.delenv(KEY_VARIABLE)
     else:
         monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
-    assert main(["verify", str(path)]) == 0
+    assert run_command(["verify", str(path)]) == 0
     lines, error = texts(capsys)
     assert error == ""
     assert all("copy" in x and ": sound as stored; content not checked: " in x for x in lines)
     assert ("zstandard" if missing == "package" else "the key whose id is") in lines[0]
     files = [p for p in path.rglob("*") if p.is_file() and "manifest" not in p.name]
     flip_byte(max(files, key=lambda p: (p.stat().st_size, p.name)), -200)
-    assert main(["verify", str(path)]) == 1
+    assert run_command(["verify", str(path)]) == 1
     lines, error = texts(capsys)
     assert sum("DAMAGED" in line for line in lines) == 1
     assert "differ from their checksum" in "".join(lines)
@@ -748,12 +746,12 @@ def test_a_shard_that_cannot_be_decoded_here_is_sound_as_stored(
 def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Members(tmp_path, Code(3, 2, 1), [40_960] * 3) as members:
         members.protect()
-    assert main(["verify", str(tmp_path)]) == 0
+    assert run_command(["verify", str(tmp_path)]) == 0
     parity, rest = texts(capsys)[0]
     assert parity.startswith("v1 parity: 3 copies")
     assert rest.startswith("not complete here, and not damaged: v1.")
     flip_byte(next((tmp_path / "node1").glob("*.parity")), 100)
-    assert main(["verify", str(tmp_path)]) == 1
+    assert run_command(["verify", str(tmp_path)]) == 1
     lines, error = texts(capsys)
     assert any(f"in {tmp_path}/node1: " in line for line in lines)
     assert error.startswith("tierckpt: damaged: 1 of 3 copies")
@@ -767,7 +765,7 @@ def test_a_place_that_no_process_can_read_is_refused(
 ) -> None:
     more = {"export": [str(tmp_path / "x.pt")], "pin": ["3"], "unpin": ["3"], "diff": ["1", "2"]}
     try:
-        status = main([command, "memory://x", *more.get(command, [])])
+        status = run_command([command, "memory://x", *more.get(command, [])])
     except SystemExit as ended:
         status = int(ended.code or 0)
     assert status == 2
@@ -780,9 +778,9 @@ def test_a_manifest_that_cannot_be_read_is_not_sound(
     with job() as ended:
         ended.run(STEPS)
     flip_byte(tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', 2).stem}.manifest", 20)
-    assert main(["verify", str(tmp_path / "ckpts")]) == 1
+    assert run_command(["verify", str(tmp_path / "ckpts")]) == 1
     assert "not all can be read" in texts(capsys)[1]
-    assert main(["list", str(tmp_path / "ckpts")]) == 0
+    assert run_command(["list", str(tmp_path / "ckpts")]) == 0
     assert any(line.startswith("cannot be read: ") for line in texts(capsys)[0])
 
 
@@ -812,7 +810,7 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     assert (ended.iteration, ended.metric, ended.levels) == (STEPS + 4, 0.5, ("local",))
     (tmp_path / "prove").mkdir()
     ProofOrder(tmp_path / "prove" / "run", until=9).write()
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "prove" / "run"))
+    monkeypatch.setenv(PROOF_VARIABLE, str(tmp_path / "prove" / "run"))
     assert tierckpt.latest(path) is None  # a script under test must not see the user's
 
 
@@ -836,7 +834,7 @@ def test_the_model_as_safetensors(
     with job(model=Layers()) as ended:
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
-    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out)]) == 0
     told = texts(capsys)[0]
     assert told[0].startswith(f"{out}: v{STEPS}, from local, ")
     assert "again.0.weight is saved as block.0.weight" in told[1]
@@ -860,7 +858,7 @@ def test_a_value_that_safetensors_cannot_hold_is_reported(
     with job(model=Speaking()) as ended:
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
-    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out)]) == 1
     assert "_extra_state is not a tensor" in texts(capsys)[1]
     assert not out.exists()
 
@@ -874,10 +872,12 @@ def test_a_dtype_that_safetensors_lacks_is_reported_with_the_tensors_name(
     with job(model=model) as ended:
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
-    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out)]) == 1
     assert "spectrum has dtype complex32" in texts(capsys)[1]
     assert not out.exists()
-    assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "model.pt")]) == 0  # the advice
+    assert (
+        run_command(["export", str(tmp_path / "ckpts"), str(tmp_path / "model.pt")]) == 0
+    )  # the advice
     assert same(torch.load(tmp_path / "model.pt")["model"], ended.model.state_dict())
 
 
@@ -885,7 +885,7 @@ def test_all_as_torch_save_has_it(job: Any, tmp_path: Path) -> None:
     with job() as ended:
         ended.run(STEPS)
     out = tmp_path / "all.pt"
-    assert main(["export", str(tmp_path / "ckpts"), str(out), "--version", "5"]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out), "--version", "5"]) == 0
     found = torch.load(out, weights_only=True)
     assert same(found["model"], ended.model.state_dict())
     assert same(found["optimizer"], ended.optimizer.state_dict())
@@ -899,14 +899,14 @@ def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
         ended.run(STEPS)
     out = tmp_path / "out.pt"
     out.write_text("mine")
-    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out)]) == 1
     assert "exists; --force replaces it" in texts(capsys)[1]
     assert out.read_text() == "mine"
-    assert main(["export", str(tmp_path / "ckpts"), str(out), "--force"]) == 0
-    assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.bin")]) == 1
+    assert run_command(["export", str(tmp_path / "ckpts"), str(out), "--force"]) == 0
+    assert run_command(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.bin")]) == 1
     assert "unknown suffix" in texts(capsys)[1]
     missing = tmp_path / "no" / "such" / "out.pt"
-    assert main(["export", str(tmp_path / "ckpts"), str(missing)]) == 1
+    assert run_command(["export", str(tmp_path / "ckpts"), str(missing)]) == 1
     assert "cannot be written" in texts(capsys)[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpts", "out.pt"]
 
@@ -923,7 +923,7 @@ def test_an_export_to_a_full_disk_is_reported_and_leaves_nothing(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        status = main(["export", str(tmp_path / "ckpts"), str(out)])
+        status = run_command(["export", str(tmp_path / "ckpts"), str(out)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert status == 1
@@ -947,10 +947,10 @@ def test_a_file_url_is_taken_wherever_a_path_is(
         ended.run(STEPS)
     assert tierckpt.load(shared).levels == {"persistent": 1}
     for command in ("list", "verify", "takeover", "health"):
-        assert main([command, shared]) == 0, command
-    assert main(["pin", shared, str(STEPS)]) == 0
-    assert main(["unpin", shared, str(STEPS)]) == 0
-    assert main(["export", shared, str(tmp_path / "out.pt")]) == 0
-    assert main(["halt", shared, "--now"]) == 0
+        assert run_command([command, shared]) == 0, command
+    assert run_command(["pin", shared, str(STEPS)]) == 0
+    assert run_command(["unpin", shared, str(STEPS)]) == 0
+    assert run_command(["export", shared, str(tmp_path / "out.pt")]) == 0
+    assert run_command(["halt", shared, "--now"]) == 0
     assert (tmp_path / "shared" / "halt.json").exists()
     assert os.listdir() == [], "no folder called file:"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.cli.main import main
-from tierckpt.state.tree_codec import ForeignValue
+from tierckpt.cli import run_command
+from tierckpt.state import ForeignValue
 
 MODULE = "a_library_of_modes"
 SOURCE = """
@@ -127,13 +127,15 @@ def test_an_export_imports_the_named_modules(
 ) -> None:
     path, out = str(tmp_path / "c"), str(tmp_path / "all.pt")
     written(tmp_path / "c", "value", "extra")
-    assert main(["export", path, out]) == 1
+    assert run_command(["export", path, out]) == 1
     assert f"--import {MODULE}" in capsys.readouterr().err
     assert not Path(out).exists()
-    assert main(["export", path, str(tmp_path / "model.safetensors")]) == 0  # does not need it
-    assert main(["export", path, out, "--import", "a_library_of_models"]) == 1
+    assert (
+        run_command(["export", path, str(tmp_path / "model.safetensors")]) == 0
+    )  # does not need it
+    assert run_command(["export", path, out, "--import", "a_library_of_models"]) == 1
     assert "--import a_library_of_models: ModuleNotFoundError" in capsys.readouterr().err
-    assert main(["export", path, out, "--import", MODULE]) == 0
+    assert run_command(["export", path, out, "--import", MODULE]) == 0
     exported = torch.load(out, weights_only=False)
     assert exported["extra"]["keeper"]["kept"] is kept_in("value")
 

@@ -22,17 +22,12 @@ from tests.support.peer_shards import (
     shard_of,
 )
 from tests.support.tmpfs import SIZE_BYTES
-from tierckpt.erasure.codes import Code
-from tierckpt.erasure.parity_manifest import ParityManifest
+from tierckpt.erasure import Code, ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import BLOCK_BYTES, Manifest, ParityKey, ShardKey, VersionId
-from tierckpt.peer import remote_reads
-from tierckpt.peer.parity_file import Read, check_parity
-from tierckpt.peer.remote_reads import RemoteNode
-from tierckpt.peer.transport import Transport
-from tierckpt.peer.windows import rebuild
-from tierckpt.peer.wire import Address
-from tierckpt.storage.local import LocalStore
+from tierckpt.peer import Address, RemoteNode, Transport, check_parity, rebuild, remote_reads
+from tierckpt.peer.parity_file import Read
+from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import VersionName
 from tierckpt.testing import StoreConformance, commit_one, injected, key_of
 

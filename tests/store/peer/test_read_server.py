@@ -13,17 +13,19 @@ import pytest
 from tests.support.peer_shards import SECRET
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
-from tierckpt.core.levels import AGENT
-from tierckpt.core.restore_plan import Inventory
+from tierckpt.core import AGENT, Inventory
 from tierckpt.format import Manifest, ShardKey
-from tierckpt.peer import remote_reads
-from tierckpt.peer.remote_reads import RemoteNode
-from tierckpt.peer.transport import Transport
-from tierckpt.storage import file_lock, slots
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.local import LocalStore
+from tierckpt.peer import RemoteNode, Transport, remote_reads
+from tierckpt.storage import (
+    ImageFile,
+    JobDirectory,
+    LocalStore,
+    Slot,
+    lock_shared,
+    seal_area_bytes,
+    slots,
+)
 from tierckpt.storage.persistent import VersionName
-from tierckpt.storage.slots import ImageFile, Slot, seal_area_bytes
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def slot(shm_dir: Path) -> Iterator[Slot]:
     job = JobDirectory.at(shm_dir, "job")
     job.create()
     made = sealed(job.slot_path(0, 0), manifest())
-    file_lock.lock_shared(made.fd)
+    lock_shared(made.fd)
     yield made
     made.remove()
 

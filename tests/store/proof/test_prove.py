@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import pytest
 
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.proof import runs
 
 STEPS = ("--steps", "4")
@@ -76,7 +76,7 @@ def here(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def prove(*arguments: object, kind: str = "exact", steps: int = 100) -> int:
     script = ("--", "python", SCRIPT, kind, steps)
-    return main(["prove", "--dir", "proof", *map(str, (*STEPS, *arguments, *script))])
+    return run_command(["prove", "--dir", "proof", *map(str, (*STEPS, *arguments, *script))])
 
 
 def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     assert [*shm_dir.rglob("r0*")] == []
     # `tierckpt diff` can compare the last versions.
     places = [next((tmp_path / "proof" / run).glob("ckpts-*")) for run in ("undisturbed", "killed")]
-    assert main(["diff", *map(str, places)]) == 0
+    assert run_command(["diff", *map(str, places)]) == 0
     assert prove() == 2
     assert "is not empty" in capsys.readouterr().err
 
@@ -149,7 +149,7 @@ def test_a_journal_that_leads_nowhere_is_not_exact(
     assert "not exact, killed with SIGKILL at step 5, resumed from " in out
     assert said in out
     monkeypatch.delenv("TIERCKPT_LOCAL_JOURNAL_STEPS")
-    assert main(["prove", *STEPS, "--", "python", SCRIPT, kind, "100"]) == 0, "the remedy"
+    assert run_command(["prove", *STEPS, "--", "python", SCRIPT, kind, "100"]) == 0, "the remedy"
 
 
 def test_untested_parts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

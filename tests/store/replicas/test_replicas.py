@@ -23,12 +23,11 @@ from torch import nn
 import tierckpt
 from tests.support import exact
 from tests.support.parts import monitor_of
-from tierckpt.cli.exchange import export_version
-from tierckpt.cli.versions import list_versions
-from tierckpt.offline.stored_version import open_version
+from tierckpt.cli import export_version, list_versions
+from tierckpt.offline import open_version
 from tierckpt.replicas import monitor, replicated_state
 from tierckpt.replicas.monitor import OUTDATED_LOOKS
-from tierckpt.storage.marks import SuspectMarks, persistent_suspects
+from tierckpt.storage import SuspectMarks, persistent_suspects
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import ThreadGroup, run_ranks
 

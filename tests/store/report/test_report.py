@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tierckpt.agent.processor import _clock_of, _read_usage
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.testing import TinyJob
 
 pytest.importorskip("matplotlib")
@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*arguments: str) -> str:
-        assert main(["report", *arguments, "-o", str(tmp_path / "out.html")]) == 1
+        assert run_command(["report", *arguments, "-o", str(tmp_path / "out.html")]) == 1
         assert not (tmp_path / "out.html").exists()
         return capsys.readouterr().err
 

@@ -14,7 +14,7 @@ import pytest
 
 from tierckpt import RestoreError
 from tierckpt.restore import shards
-from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.storage import JobDirectory
 from tierckpt.testing import TinyJob
 
 STEPS = 4

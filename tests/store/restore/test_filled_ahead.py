@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tierckpt.format import Piece
-from tierckpt.restore import loader, shards
-from tierckpt.restore.loader import TensorPreallocator
-from tierckpt.storage.job_directory import JobDirectory
+from tierckpt.restore import TensorPreallocator, loader, shards
+from tierckpt.storage import JobDirectory
 from tierckpt.testing import TinyJob
 
 STEPS = 3

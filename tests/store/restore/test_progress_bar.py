@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.restore.test_progress import Terminal
 from tierckpt.checkpointer import checkpointer
-from tierckpt.restore.progress import Progress
+from tierckpt.restore import Progress
 from tierckpt.testing import TinyJob
 
 LAST = 3

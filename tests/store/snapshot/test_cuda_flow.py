@@ -21,8 +21,7 @@ import torch
 
 import tierckpt
 from tests.support.late_device import Compute, LateDevice, LateEvent, Side
-from tierckpt.snapshot import copy_engine, copy_plan, cuda, snapshot
-from tierckpt.snapshot.cuda import Sources
+from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine, snapshot
 
 
 class CpuLane:
@@ -38,7 +37,7 @@ class CpuLane:
         """Threads that are enqueueing on the side stream."""
         self.threads: set[str] = set()
 
-    def sources_of(self, plan: copy_plan.CopyPlan) -> Sources | None:
+    def sources_of(self, plan: CopyPlan) -> Sources | None:
         return None if self.copies is None else Sources.of(plan)
 
     def use(self) -> None:
@@ -62,26 +61,26 @@ def device(request: pytest.FixtureRequest) -> LateDevice | None:
     """The device of the engine; None where torch copies."""
     if request.param == "torch":
         return None
-    engine = copy_engine.find()
+    engine = find_engine()
     if engine is None:
-        pytest.skip(copy_engine.describe())
+        pytest.skip(describe_engine())
     return LateDevice(engine)
 
 
-def all_dense(plan: copy_plan.CopyPlan) -> list[bool]:
+def all_dense(plan: CopyPlan) -> list[bool]:
     """Blocks that the engine copies: as on a GPU, but also of tensors on the CPU."""
     return [len(block.parts) == 1 for block in plan.layout.blocks]
 
 
 @pytest.fixture
 def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
-    make = copy_plan.CopyPlan.__init__
+    make = CopyPlan.__init__
 
-    def as_on_cuda(self: copy_plan.CopyPlan, *args: Any) -> None:
+    def as_on_cuda(self: CopyPlan, *args: Any) -> None:
         make(self, *args)
         self.device = torch.device("cuda")
 
-    monkeypatch.setattr(copy_plan.CopyPlan, "__init__", as_on_cuda)
+    monkeypatch.setattr(CopyPlan, "__init__", as_on_cuda)
     compute = device.compute if device is not None else Compute()
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)

@@ -18,9 +18,7 @@ import torch
 
 from tests.support.late_copies import before_blocks
 from tierckpt.format import ShardKey
-from tierckpt.snapshot import snapshot
-from tierckpt.snapshot.phase import Phase
-from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.snapshot import Phase, Snapshot, snapshot
 from tierckpt.testing import TinyJob, run_in_child
 
 PATIENCE_SECONDS = 60.0

@@ -18,10 +18,9 @@ import torch
 
 import tierckpt
 from tests.support.late_copies import copy_late, without_the_engine
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.versions import SlotHandoff
-from tierckpt.core.levels import BROKEN
-from tierckpt.snapshot import copy_engine, snapshot, tensor_memory
+from tierckpt.coordination import Agreement, SlotHandoff
+from tierckpt.core import BROKEN
+from tierckpt.snapshot import describe_engine, find_engine, snapshot, tensor_memory
 from tierckpt.testing import run_in_child
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
@@ -158,7 +157,7 @@ def train(path: str, settings: dict[str, Any], name: str, how: str) -> None:
         if how in ("late", "torch"):
             copy_late(patch, 0.0)
         if how == "in the middle":
-            middle = InTheMiddle(copy_engine.find(), patch)
+            middle = InTheMiddle(find_engine(), patch)
         ckpt = tierckpt.Checkpointer(
             model,
             optimizer,
@@ -199,8 +198,8 @@ def train(path: str, settings: dict[str, Any], name: str, how: str) -> None:
 def test_the_version_is_exact_or_refused(
     move: Callable[[Any], None], how: str, path: Path, settings: dict[str, Any]
 ) -> None:
-    if how != "torch" and copy_engine.find() is None:
-        pytest.skip(copy_engine.describe())
+    if how != "torch" and find_engine() is None:
+        pytest.skip(describe_engine())
     path.mkdir(parents=True, exist_ok=True)
     assert run_in_child(train, str(path), settings, move.__name__, how) == 0
     lost = torch.load(path / "lost.pt")

@@ -17,9 +17,7 @@ from tests.store.checkpointer.test_interrupts import Interrupt
 from tests.support.late_copies import without_the_engine
 from tests.support.thorough import points
 from tests.support.tiny_course import STEPS, versions_on_disk
-from tierckpt.snapshot import copy_engine, snapshot
-from tierckpt.snapshot.native_snapshot import NativeSnapshot
-from tierckpt.snapshot.snapshot import Snapshot
+from tierckpt.snapshot import NativeSnapshot, Snapshot, describe_engine, find_engine, snapshot
 from tierckpt.testing import TinyJob, run_in_child, train
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
@@ -28,8 +26,8 @@ STRIDE = int(points(["1", "11"], "11")[0])
 
 @pytest.fixture(autouse=True)
 def _engine() -> None:
-    if copy_engine.find() is None:
-        pytest.skip(copy_engine.describe())
+    if find_engine() is None:
+        pytest.skip(describe_engine())
 
 
 def kinds_of_copies(job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> list[type]:
@@ -87,7 +85,7 @@ def test_a_state_with_gaps_is_copied_by_torch(
 
 def train_and_die(path: str, settings: dict[str, Any], call: int) -> None:
     """Die in the given call of the hash function, in the middle of a block."""
-    engine = copy_engine.find()
+    engine = find_engine()
     assert engine is not None
     hashed = Hash(engine.hash_address or 0)
     calls = 0
@@ -125,7 +123,7 @@ def test_killed_in_a_native_copy_it_resumes_bit_for_bit(
 def test_a_slot_stays_mapped_and_is_not_given_back_while_the_engine_writes(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, inside, resume = copy_engine.find(), threading.Event(), threading.Event()
+    engine, inside, resume = find_engine(), threading.Event(), threading.Event()
     assert engine is not None
 
     def hold(_address: int, _nbytes: int) -> int:

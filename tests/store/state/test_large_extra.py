@@ -17,10 +17,8 @@ import torch
 
 import tierckpt
 from tests.support import exact
-from tierckpt.format import BLOCK_BYTES
-from tierckpt.format.shard_file import decode_header
-from tierckpt.snapshot import snapshot
-from tierckpt.snapshot.phase import Phase
+from tierckpt.format import BLOCK_BYTES, decode_header
+from tierckpt.snapshot import Phase, snapshot
 from tierckpt.state import tree_codec
 from tierckpt.testing import injected
 

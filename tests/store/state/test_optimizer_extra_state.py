@@ -21,7 +21,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.state_matrix.fleet import plain, small
 from tierckpt.errors import StateTornError, UnsupportedStateError
-from tierckpt.state import tree_codec
+from tierckpt.state import Arena, EncodedTree, decode_tree, pack_tree
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 BOUNDARIES, LATER = 3, 2
@@ -349,16 +349,14 @@ def test_values_of_all_kinds_come_back(path: Path, settings: Any) -> None:
 
 def test_a_reader_without_the_class_gets_the_parts_of_the_value() -> None:
     value = {"norm": Norm.SIGN, "range": Range(0.5, torch.ones(2))}
-    arena = tree_codec.Arena()
-    node = tree_codec.pack(value, "it", arena.keep)
-    encoded = tree_codec.EncodedTree(node, arena)
+    arena = Arena()
+    node = pack_tree(value, "it", arena.keep)
+    encoded = EncodedTree(node, arena)
     data = torch.zeros(encoded.nbytes, dtype=torch.uint8)
     encoded.copy(0, data)
     raw = data.numpy().tobytes()
-    assert exact.image(tree_codec.decode(raw)) == exact.image(value)
-    found = tree_codec.decode(
-        raw.replace(b"test_optimizer_extra_state:", b"TEST_optimizer_extra_state:")
-    )
+    assert exact.image(decode_tree(raw)) == exact.image(value)
+    found = decode_tree(raw.replace(b"test_optimizer_extra_state:", b"TEST_optimizer_extra_state:"))
     assert found["norm"].parts == "sign"
     assert found["norm"].kind.endswith("TEST_optimizer_extra_state:Norm")
     assert found["range"].parts.keys() == {"low", "high"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage.job_directory import job_id_of
+from tierckpt.storage import job_id_of
 from tierckpt.storage.persistent import Lease, PersistentError
 from tierckpt.testing import TinyJob
 

@@ -13,10 +13,10 @@ import pytest
 
 from tests.support.persistent_shards import s3_options
 from tests.support.tiny_course import STEPS
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.config import load_config
 from tierckpt.errors import PersistentError, RestoreError
-from tierckpt.offline.survey import survey
+from tierckpt.offline import survey_of
 from tierckpt.storage import answers
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy, backend
 from tierckpt.testing import TinyJob
@@ -154,7 +154,7 @@ def test_commands_name_the_place_and_continue(
         job.run(STEPS)
     hang(far)
     for command in (["list", "--json"], ["verify"], ["watch", "--once", "--json"]):
-        main([command[0], str(path), str(far), *command[1:]])
+        run_command([command[0], str(path), str(far), *command[1:]])
         shown = capsys.readouterr()
         assert f"{far}: it does not answer within 0.2 s" in shown.out + shown.err
         assert f"v{STEPS}" in shown.out or f'"version": {STEPS}' in shown.out
@@ -167,7 +167,7 @@ def test_memory_is_seen_though_the_disk_hangs(
     job.checkpointer.wait()
     job.checkpointer.abandon()
     hang(path)
-    there = survey(str(path), load_config(settings))
+    there = survey_of(str(path), load_config(settings))
     assert {each.place.level for each in there.found} == {"memory"}
     assert "does not answer" in there.troubles[0]
 
@@ -211,6 +211,6 @@ def test_a_server_that_never_answers(
         )
         job.checkpointer.abandon()
     monkeypatch.setenv("TIERCKPT_PERSISTENT_STORAGE_OPTIONS", json.dumps(options))
-    there = survey([str(path), url])
+    there = survey_of([str(path), url])
     assert [trouble for trouble in there.troubles if "does not answer" in trouble]
     assert there.plan() is not None

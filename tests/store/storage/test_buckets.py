@@ -16,11 +16,15 @@ import pytest
 
 from tests.support.persistent_shards import s3_options
 from tests.support.s3_server import Proxy
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.config import STORAGE_OPTIONS
 from tierckpt.errors import RestoreError
-from tierckpt.storage.persistent import PersistentError, PersistentStore, RetryPolicy
-from tierckpt.storage.persistent.object_stores import ObstoreBackend
+from tierckpt.storage.persistent import (
+    ObstoreBackend,
+    PersistentError,
+    PersistentStore,
+    RetryPolicy,
+)
 from tierckpt.testing import TinyJob
 
 VARIABLE = f"TIERCKPT_{STORAGE_OPTIONS.upper()}"
@@ -83,14 +87,14 @@ def test_a_missing_bucket_is_an_error_until_it_is_made(
             time.sleep(0.01)
             job.run(job.iteration + 1)
         assert told in job.heard("failed", "persistent")[0].text()
-        assert main(["list", url]) == 1
+        assert run_command(["list", url]) == 1
         assert told in capsys.readouterr().out
         gone.make()
-        assert main(["list", url]) == 0
+        assert run_command(["list", url]) == 0
         assert "no checkpoints here" in capsys.readouterr().out
         job.run(job.iteration + 1)
     assert PersistentStore(url, **options).versions(), "the way out that was named"
-    assert main(["list", url]) == 0
+    assert run_command(["list", url]) == 0
 
 
 def test_an_empty_prefix_is_a_fresh_start_and_costs_one_request(gone: Bucket, proxy: Proxy) -> None:

@@ -19,21 +19,22 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt._process import host_id
-from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.coordination import agree_on_settings
 from tierckpt.group import SingleGroup
-from tierckpt.storage import claims, file_lock
-from tierckpt.storage.claims import (
+from tierckpt.storage import (
     CLAIM_PREFIX,
-    MAX_STARTERS,
     Claim,
     DirectoryClaim,
+    JobBusyError,
+    JobFinishedError,
     Launch,
+    claims,
+    file_lock,
     launch_of,
-    process_mark,
-    smallest,
+    locks_are_local,
+    mount_of,
 )
-from tierckpt.storage.durable import locks_are_local, mount_of
-from tierckpt.storage.job_directory import JobBusyError, JobFinishedError
+from tierckpt.storage.claims import MAX_STARTERS, process_mark, smallest
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support import persistent_shards
 from tests.support.persistent_shards import name_of
-from tierckpt.format.ids import GROUP, MANIFEST
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.format import GROUP, MANIFEST
+from tierckpt.storage import LocalStore
+from tierckpt.storage.persistent import PosixBackend
 from tierckpt.testing import commit_one, content_of, key_of, manifest_of
 
 Renames = list[tuple[str, list[str]]]

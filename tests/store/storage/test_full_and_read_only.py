@@ -170,7 +170,7 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
     course: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tierckpt.agent.client import AgentConnection
+    from tierckpt.agent import AgentConnection
 
     start, calls = AgentConnection._start_process, []
 

@@ -12,7 +12,7 @@ import torch
 
 import ddp_ckpt
 from tierckpt.format import Manifest
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob, tiny_model
 

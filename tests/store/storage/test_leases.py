@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.cli import main
+from tierckpt.cli import run_command
 from tierckpt.storage.persistent import (
+    LEASE_SECONDS,
     FlushCancelledError,
     Lease,
     LeaseHeldError,
+    LeaseKeeper,
+    LeaseRecord,
     PersistentStore,
     RetryPolicy,
 )
-from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseKeeper, LeaseRecord
 
 PATIENCE_SECONDS = 60.0
 
@@ -196,11 +198,11 @@ def test_the_command_that_takes_a_place_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made(tmp_path).lease("1111", "job on node1").ensure()
-    assert main.main(["takeover", str(tmp_path)]) == 0
+    assert run_command(["takeover", str(tmp_path)]) == 0
     assert "taken from job on node1; the next job" in capsys.readouterr().out
-    assert main.main(["takeover", str(tmp_path)]) == 0
+    assert run_command(["takeover", str(tmp_path)]) == 0
     assert "no job holds it" in capsys.readouterr().out
-    assert main.main(["takeover", str(tmp_path / "jbo")]) == 1
+    assert run_command(["takeover", str(tmp_path / "jbo")]) == 1
     assert "is not a directory" in capsys.readouterr().err
     made(tmp_path).lease("2222", "job on node2").ensure()
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt import _faults
-from tierckpt.storage import durable
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import LocalStore, durable
 from tierckpt.testing import StoreConformance, commit_one, content_of, is_sound, key_of
 
 

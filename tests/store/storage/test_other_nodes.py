@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli.main import main
-from tierckpt.storage.claims import DirectoryClaim, is_claimed, node_named
-from tierckpt.storage.job_directory import job_id_of
+from tierckpt.cli import run_command
+from tierckpt.storage import DirectoryClaim, is_claimed, job_id_of, node_named
 from tierckpt.testing import TinyJob, run_in_child
 
 
@@ -37,7 +36,7 @@ def test_a_pod_with_a_new_name_is_shown_the_versions_of_the_old_one(
     with start("pod-a") as first:
         first.run(3)
         fingerprint = first.fingerprint()
-    assert main(["list", str(folders / "pod-b")]) == 1
+    assert run_command(["list", str(folders / "pod-b")]) == 1
     error = capsys.readouterr().err
     assert f"{folders / 'pod-a'} has v3 of the same job" in error
     assert f"'{folders / '{node}'}'" in error
@@ -47,7 +46,7 @@ def test_a_pod_with_a_new_name_is_shown_the_versions_of_the_old_one(
         assert text.startswith(f"{folders / 'pod-a'} has v3 of this job, and no node of this run")
         assert "stands for 'pod-b', and this run starts from the beginning" in text
         second.run(1)
-    assert main(["list", str(folders / "pod-b")]) == 0
+    assert run_command(["list", str(folders / "pod-b")]) == 0
     assert f"{folders / 'pod-a'} has v3 of the same job" in capsys.readouterr().out
     with start("pod-b", seed=1) as again:
         assert again.restore() == 1
@@ -58,7 +57,7 @@ def test_a_pod_with_a_new_name_is_shown_the_versions_of_the_old_one(
         assert found.restore() == 3, "as it was told"
         assert found.fingerprint() == fingerprint
         assert said(found) == [], "what the other one has is older"
-    assert main(["list", str(folders / "{node}")]) == 0
+    assert run_command(["list", str(folders / "{node}")]) == 0
     assert "of the same job" not in capsys.readouterr().out
 
 

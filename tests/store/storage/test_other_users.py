@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.storage import claims
-from tierckpt.storage.claims import DirectoryClaim
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.marks import LocalPins
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.storage import DirectoryClaim, LocalPins, LocalStore, claims
+from tierckpt.storage.persistent import PosixBackend
 from tierckpt.testing import TinyJob, run_in_child
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -115,7 +112,7 @@ def list_as_ben(place: Path, out: Path, shm: Path) -> None:
     become(BEN, 0o022)
     os.environ["TIERCKPT_SHM_DIR"] = str(shm)
     with out.open("w") as file, contextlib.redirect_stdout(file):
-        assert main(["list", str(place / "made" / "ckpts")]) == 1
+        assert run_command(["list", str(place / "made" / "ckpts")]) == 1
 
 
 # --- never both ----------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from tests.support import persistent_shards
 from tests.support.persistent_shards import facts_of, name_of
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.format import ShardKey
-from tierckpt.storage.persistent import ShardSource
-from tierckpt.storage.persistent.backend import WINDOW_BYTES
+from tierckpt.storage.persistent import WINDOW_BYTES, ShardSource
 from tierckpt.testing import content_of, key_of, manifest_of
 
 pytest.importorskip("fsspec")

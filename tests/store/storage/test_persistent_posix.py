@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support import persistent_shards
-from tierckpt.format.ids import GROUP, MANIFEST, SHARDS, Groups, ShardKey, SharedPlaces, run_name
-from tierckpt.storage.persistent import backends
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.format import GROUP, MANIFEST, SHARDS, Groups, ShardKey, SharedPlaces, run_name
+from tierckpt.storage.persistent import PosixBackend, backends
 from tierckpt.testing import (
     BackendConformance,
     StoreConformance,

@@ -19,18 +19,19 @@ from tests.support.persistent_shards import Shards, facts_of, name_of, s3_option
 from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.errors import CorruptShardError
-from tierckpt.format.ids import MANIFEST, PART_BYTES, ShardKey, run_name
+from tierckpt.format import MANIFEST, PART_BYTES, ShardKey, run_name
 from tierckpt.storage.persistent import (
+    WINDOW_BYTES,
     Lease,
     LeaseHeldError,
+    ObstoreBackend,
     PersistentError,
     PersistentStore,
     RetentionPolicy,
     RetryPolicy,
     ShardSource,
+    SystemClock,
 )
-from tierckpt.storage.persistent.backend import WINDOW_BYTES, SystemClock
-from tierckpt.storage.persistent.object_stores import ObstoreBackend
 from tierckpt.testing import (
     BackendConformance,
     commit_one,

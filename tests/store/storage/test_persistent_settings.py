@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from tierckpt.checkpointer import levels
+from tierckpt.checkpointer import agent_client
 from tierckpt.config import load_config
 from tierckpt.group import Node, SingleGroup
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.persistent.backend import Content
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.storage import JobDirectory
+from tierckpt.storage.persistent import Content, PersistentStore, PosixBackend
 from tierckpt.testing import TinyJob
 
 STEPS = 7
@@ -91,6 +89,6 @@ def test_an_agent_receives_the_number_of_its_node(tmp_path: Path) -> None:
     for index, host in enumerate("abc"):
         group, node = SingleGroup(), Node.of(host, hosts)
         group.rank, group.size = node.first, len(hosts)
-        told = levels.agent_client(config, group, job, node, "").session.persistent
+        told = agent_client(config, group, job, node, "").session.persistent
         assert told is not None
         assert (told.node, told.nodes, told.nodes_at_once) == (index, 3, 1)

@@ -18,9 +18,9 @@ import pytest
 from tests.support.facts import facts_named
 from tests.support.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format import VersionFacts
-from tierckpt.format.ids import MANIFEST, RETIRED, Lineage, VersionId
+from tierckpt.format import MANIFEST, RETIRED, Lineage, VersionFacts, VersionId
 from tierckpt.storage.persistent import (
+    WINDOW_BYTES,
     FlushCancelledError,
     FlushPacer,
     PersistentError,
@@ -30,7 +30,6 @@ from tierckpt.storage.persistent import (
     ShardSource,
     VersionName,
 )
-from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.testing import content_of, injected, key_of, manifest_of
 
 SHARDS = 5

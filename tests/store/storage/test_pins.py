@@ -12,16 +12,14 @@ import pytest
 
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt import PinError
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.config import load_config
-from tierckpt.coordination.pinning import mark_everywhere
+from tierckpt.coordination import mark_everywhere
 from tierckpt.core import decisions
 from tierckpt.format import ShardKey, VersionId
 from tierckpt.group import Node
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.marks import LocalPins, PersistentPins
-from tierckpt.storage.persistent import PersistentStore, VersionName
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.storage import LocalPins, LocalStore, PersistentPins
+from tierckpt.storage.persistent import PersistentStore, PosixBackend, VersionName
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 PATIENCE_SECONDS = 60.0
@@ -210,16 +208,16 @@ def test_the_command_pins_at_one_place(
         first.run(2)
         first.checkpointer.save(now=True)
         first.checkpointer.wait()
-        assert main(["pin", str(local), "2"]) == 0
+        assert run_command(["pin", str(local), "2"]) == 0
         assert "pinned v2" in capsys.readouterr().out
         first.run(4)
     assert {1, 2, 3, 4} & set(on_local(local)) == {2, 4}
     assert on_persistent(shared) == [4]
-    assert main(["pin", str(shared), "4"]) == 0
+    assert run_command(["pin", str(shared), "4"]) == 0
     assert [name.id.version for name in PersistentStore(str(shared)).pinned()] == [4]
-    assert main(["unpin", str(shared), "4"]) == 0
+    assert run_command(["unpin", str(shared), "4"]) == 0
     assert PersistentStore(str(shared)).pinned() == []
-    assert main(["unpin", str(local), "2"]) == 0
+    assert run_command(["unpin", str(local), "2"]) == 0
     assert LocalPins(local).pinned() == set()
 
 
@@ -248,7 +246,7 @@ def test_the_command_lists_the_existing_versions_instead(
     store.create()
     for version in (1, 2):
         commit(store, version)
-    assert main(line) == 1
+    assert run_command(line) == 1
     assert said in capsys.readouterr().err
     assert sorted(os.listdir()) == ["ckpts", "empty", "file"], "nothing is made for a mistyped path"
 

@@ -21,12 +21,17 @@ from tests.support.shards import manifest
 from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.storage import slots
-from tierckpt.storage.durable import mount_of
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.slot_pool import SlotPool
-from tierckpt.storage.slots import ImageFile, Slot, memory_kind, seal_area_bytes
+from tierckpt.storage import (
+    ImageFile,
+    JobDirectory,
+    LocalStore,
+    Slot,
+    SlotPool,
+    mount_of,
+    seal_area_bytes,
+    slots,
+)
+from tierckpt.storage.slots import memory_kind
 from tierckpt.testing import TinyJob, fired, run_in_child, train
 
 IMAGE_BYTES = 2 * PAGE_BYTES

@@ -16,16 +16,21 @@ from hypothesis import strategies as st
 import tierckpt
 from tests.support.processes import end, python
 from tests.support.shards import manifest
-from tierckpt.checkpointer.node_resources import held_bytes
+from tierckpt.checkpointer import held_bytes
 from tierckpt.config import Config
 from tierckpt.format import PAGE_BYTES, VersionId
 from tierckpt.group import Node
-from tierckpt.storage import slot_pool
-from tierckpt.storage.file_lock import lock_shared, unlock
-from tierckpt.storage.health import Room
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.slot_pool import NoSlotError, SlotPool
-from tierckpt.storage.slots import Slot, seal_area_bytes
+from tierckpt.storage import (
+    JobDirectory,
+    NoSlotError,
+    Room,
+    Slot,
+    SlotPool,
+    lock_shared,
+    seal_area_bytes,
+    slot_pool,
+    unlock,
+)
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 IMAGE_BYTES = 2 * PAGE_BYTES

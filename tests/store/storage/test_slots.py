@@ -19,10 +19,18 @@ import pytest
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt.errors import TierckptError
-from tierckpt.storage import job_directory
-from tierckpt.storage.file_lock import lock_shared, unlock
-from tierckpt.storage.job_directory import JobBusyError, JobDirectory, _unlocked, job_id_of
-from tierckpt.storage.slots import Slot, read_seal, seal_area_bytes
+from tierckpt.storage import (
+    JobBusyError,
+    JobDirectory,
+    Slot,
+    job_directory,
+    job_id_of,
+    lock_shared,
+    read_seal,
+    seal_area_bytes,
+    unlock,
+)
+from tierckpt.storage.job_directory import _unlocked
 
 SEAL_BYTES = seal_area_bytes(1)
 OBSTACLES: dict[str, Callable[[Path], object]] = {

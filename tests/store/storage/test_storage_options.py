@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.persistent_shards import s3_options
 from tests.support.s3_server import Proxy
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.config import STORAGE_OPTIONS
 from tierckpt.errors import RestoreError
 from tierckpt.storage.persistent import PersistentStore
@@ -145,7 +145,7 @@ def test_the_command_finds_them_in_the_environment(
     monkeypatch.setenv(VARIABLE, json.dumps(s3_options(endpoint)))
     with job(agent="inline") as first:
         first.run(1)
-    assert main(["pin", url, "1"]) == 0
+    assert run_command(["pin", url, "1"]) == 0
     store = PersistentStore(url, **s3_options(endpoint))
     assert [name.id.version for name in store.pinned()] == [1]
     store.close()
@@ -172,9 +172,9 @@ def test_a_directory_is_read_whatever_options_the_environment_has_for_a_url(
     with job(agent="inline", persistent_path=shared) as first:
         first.run(1)
     monkeypatch.setenv(VARIABLE, json.dumps({"key": WRONG}))
-    assert main(["list", shared]) == 0
+    assert run_command(["list", shared]) == 0
     assert " kB " in capsys.readouterr().out.splitlines()[1]
-    assert main(["verify", shared]) == 0
-    assert main(["export", shared, str(tmp_path / "out.pt")]) == 0
-    assert main(["pin", shared, "1"]) == 0
-    assert main(["takeover", shared]) == 0
+    assert run_command(["verify", shared]) == 0
+    assert run_command(["export", shared, str(tmp_path / "out.pt")]) == 0
+    assert run_command(["pin", shared, "1"]) == 0
+    assert run_command(["takeover", shared]) == 0

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage import file_lock, slot_pool
-from tierckpt.storage.job_directory import JobDirectory, take_lock
-from tierckpt.storage.slots import Slot
+from tierckpt.storage import JobDirectory, Slot, close_lock, lock_shared, slot_pool, take_lock
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -73,7 +71,7 @@ def test_slots_of_ranks_that_are_not_here_any_more(settings: dict[str, Any]) -> 
         Slot.create(place.slot_path(2, 0), "r00002.0", 4096, 4096).close()
         other = take_lock(place.lock_path(2))
         assert other is not None
-        file_lock.close(other)
+        close_lock(other)
         job.run(3)
         assert segments(job) == ["r00000.0", "r00000.1"]
 
@@ -83,7 +81,7 @@ def held(path: Path, is_lock: bool, told: Connection) -> None:
     if is_lock:
         assert take_lock(path) is not None
     else:
-        file_lock.lock_shared(os.open(path, os.O_RDWR))
+        lock_shared(os.open(path, os.O_RDWR))
     told.send("held")
     signal.pause()
 

@@ -16,12 +16,11 @@ import xxhash
 from tests.support.facts import found_at
 from tierckpt import RestoreError
 from tierckpt.config import load_config
-from tierckpt.coordination.job_history import JobHistory
-from tierckpt.core.restore_plan import Found, Location
+from tierckpt.coordination import JobHistory
+from tierckpt.core import Found, Location
 from tierckpt.format import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import JobDirectory, LocalStore
 from tierckpt.testing import TinyJob, commit_one, key_of
 
 STEPS = 4

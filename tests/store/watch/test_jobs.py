@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.cli.main import main
-from tierckpt.storage.job_directory import JobDirectory, job_id_of
+from tierckpt.cli import run_command
+from tierckpt.storage import JobDirectory, job_id_of
 from tierckpt.testing import TinyJob, tiny_model
-from tierckpt.watch.observer import Observer
-from tierckpt.watch.view import View
+from tierckpt.watch import Observer, View
 
 STEPS, FLUSHED = 8, 6
 """The version FLUSHED is known to be complete, and is flushed, at a later boundary."""
@@ -117,7 +116,7 @@ def _lives(pid: int) -> bool:
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
-    assert main(["watch", *map(str, arguments)]) == 0
+    assert run_command(["watch", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
@@ -254,7 +253,7 @@ def test_a_wrong_interval_and_a_wrong_folder_are_refused(
         (["--interval-seconds", "nan"], "--interval-seconds is nan; it must be from 0.1"),
         (["--events", "/no/such"], "--events /no/such is not a directory"),
     ):
-        assert main(["watch", str(tmp_path / "ckpts"), *given]) == 1
+        assert run_command(["watch", str(tmp_path / "ckpts"), *given]) == 1
         assert text in capsys.readouterr().err
 
 
@@ -272,7 +271,9 @@ def test_a_missing_job_is_reported_once_until_it_is_there(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("tierckpt.cli.watch.time.sleep", sleep)
-    assert main(["watch", str(tmp_path / "ckpts"), "--json", "--interval-seconds", "1"]) == 130
+    assert (
+        run_command(["watch", str(tmp_path / "ckpts"), "--json", "--interval-seconds", "1"]) == 130
+    )
     said = capsys.readouterr()
     assert said.err.count("waiting for the job") == 1
     assert len(said.out.splitlines()) == 2

@@ -9,7 +9,7 @@ import pytest
 from tests.support.facts import facts_named
 from tierckpt.format import VersionFacts, VersionId
 from tierckpt.storage.persistent import PersistentStore, ShardSource, VersionName
-from tierckpt.watch.observer import look_at
+from tierckpt.watch import look_at
 
 RUN = "5eed"
 SHARDS, PER_GROUP = 10, 4

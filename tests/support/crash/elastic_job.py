@@ -36,7 +36,7 @@ from torch import nn
 from tests.support import exact
 from tests.support.crash.own_state import Decaying, Metered, own_digests
 from tierckpt import ResumableSampler, _faults
-from tierckpt.restore import loader
+from tierckpt.restore import Loader
 
 hvd: Any = importlib.import_module(os.environ.get("ELASTIC_HVD", "horovod.torch"))
 if hvd.__name__ == "horovod.torch":
@@ -197,7 +197,7 @@ def main() -> None:
         point(state.where, step=state.step - 1)
 
     state.save = save_and_tell
-    loader.Loader.load_window = announced(loader.Loader.load_window, lambda: point("loading"))
+    Loader.load_window = announced(Loader.load_window, lambda: point("loading"))
     hvd.elastic.run(train)(state)
 
 

@@ -35,24 +35,24 @@ from tests.support import exact
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
 from tierckpt.agent import connection_states
-from tierckpt.checkpointer import start as restart
+from tierckpt.checkpointer import Restart
 from tierckpt.coordination import job_history
-from tierckpt.restore import loader, verification
-from tierckpt.snapshot import native_snapshot, snapshot
-from tierckpt.storage import slot_pool, slots
+from tierckpt.restore import Loader, verification
+from tierckpt.snapshot import NativeSnapshot, snapshot
+from tierckpt.storage import ImageFile, NoSlotError, Slot, SlotPool
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
 
 CALLS: dict[str, tuple[Any, str]] = {
-    "choose_slot": (slot_pool.SlotPool, "choose"),
-    "create_slot": (slots.Slot, "create"),
-    "make_image": (slots.ImageFile, "make"),
+    "choose_slot": (SlotPool, "choose"),
+    "create_slot": (Slot, "create"),
+    "make_image": (ImageFile, "make"),
     "take_inventory": (job_history, "take_inventory"),
     "verify": (verification, "verify"),
-    "load_shard": (loader.Loader, "load_window"),
-    "finish_load": (loader.Loader, "finish"),
-    "after_load": (restart.Restart, "_continue_from"),
-    "remove_slots": (slot_pool.SlotPool, "close"),
+    "load_shard": (Loader, "load_window"),
+    "finish_load": (Loader, "finish"),
+    "after_load": (Restart, "_continue_from"),
+    "remove_slots": (SlotPool, "close"),
 }
 
 
@@ -231,16 +231,16 @@ def announced(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def tell_refusals(journal: Journal, unprotected: bool) -> None:
     """Record the moments at which no slot may be overwritten yet; or let any be overwritten."""
-    choose = slot_pool.SlotPool.choose
+    choose = SlotPool.choose
 
-    def telling(self: slot_pool.SlotPool, protected: set[Any], *args: Any) -> Any:
+    def telling(self: SlotPool, protected: set[Any], *args: Any) -> Any:
         try:
             return choose(self, set() if unprotected else protected, *args)
-        except slot_pool.NoSlotError:
+        except NoSlotError:
             journal.write(refused=max((i.version for i in protected), default=-1))
             raise
 
-    slot_pool.SlotPool.choose = telling  # type: ignore[method-assign]
+    SlotPool.choose = telling  # type: ignore[method-assign]
 
 
 def hold_layers_back(version: int) -> None:
@@ -255,7 +255,7 @@ def hold_layers_back(version: int) -> None:
 
         kind.release = late  # type: ignore[method-assign]
 
-    for kind in (snapshot.Snapshot, native_snapshot.NativeSnapshot):
+    for kind in (snapshot.Snapshot, NativeSnapshot):
         held_back(kind)
 
 

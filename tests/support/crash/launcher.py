@@ -29,8 +29,7 @@ from typing import Any, NoReturn
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
 from tierckpt.format import ShardKey
-from tierckpt.storage.job_directory import JobDirectory, job_id_of
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import JobDirectory, LocalStore, job_id_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_SECONDS = 120.0

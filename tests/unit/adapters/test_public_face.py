@@ -6,7 +6,7 @@ from __future__ import annotations
 import ddp_ckpt
 import tierckpt
 from ddp_ckpt.checkpointer import DDPAdapter
-from tierckpt.checkpointer.adapter import Adapter, PlainAdapter
+from tierckpt.checkpointer import Adapter, PlainAdapter
 
 METHODS = {"step", "save", "restore", "wait", "complete", "pin", "unpin", "should_exit"}
 METHODS |= {"close", "abandon", "close_or_abandon", "register", "add_callbacks"}

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tests.support.facts import facts_of
-from tierckpt.agent import protocol
-from tierckpt.agent.address import AgentFiles
-from tierckpt.agent.client import AgentClient, AgentConnection, AgentSettings
-from tierckpt.agent.protocol import (
+from tierckpt.agent import (
     PROTOCOL,
+    AgentClient,
+    AgentConnection,
+    AgentFiles,
     AgentMessage,
+    AgentSettings,
     Commit,
     CommitFailed,
     Committed,
@@ -38,6 +39,8 @@ from tierckpt.agent.protocol import (
     ShuttingDown,
     Unwelcome,
     Welcome,
+    receive_message,
+    send_message,
     version_of,
 )
 from tierckpt.format import ShardKey, VersionId
@@ -85,7 +88,7 @@ class Agents:
         while True:
             self.channel.setblocking(False)
             try:
-                said, fds = protocol.receive(self.channel)
+                said, fds = receive_message(self.channel)
             except BlockingIOError:
                 return
             finally:
@@ -104,7 +107,7 @@ class Agents:
         assert self.channel is not None
         with contextlib.suppress(OSError):
             self.read()
-            protocol.send(self.channel, message)
+            send_message(self.channel, message)
             self.greeted = self.greeted or isinstance(message, Welcome)
 
     def close(self) -> None:

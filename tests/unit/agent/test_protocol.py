@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.facts import facts_of
-from tierckpt.agent import protocol
-from tierckpt.agent.protocol import (
-    PACKET_BYTES,
+from tierckpt.agent import (
     PROTOCOL,
     AskProgress,
     Bye,
@@ -25,16 +23,16 @@ from tierckpt.agent.protocol import (
     FlushOrder,
     Hello,
     Message,
-    PacketJoiner,
     PersistentSettings,
     Problem,
     Retire,
     SessionSettings,
-    decode,
-    encode,
-    packets_of,
+    encode_message,
+    receive_message,
+    send_message,
     version_of,
 )
+from tierckpt.agent.protocol import PACKET_BYTES, PacketJoiner, decode, packets_of
 from tierckpt.format import ShardKey, VersionId
 
 IDS = st.builds(VersionId, st.integers(0, 99), st.integers(0, 10**9))
@@ -50,14 +48,14 @@ SESSION = SessionSettings("/disk", 0, 2, 2, 0, PersistentSettings("/far", every_
 
 @given(MESSAGES)
 def test_every_message_keeps_all_types_through_encoding(message: Message) -> None:
-    again = decode(encode(message))
+    again = decode(encode_message(message))
     assert again == message
     assert repr(again) == repr(message), "no list for a tuple, no int for a float"
 
 
 @given(MESSAGES, st.data())
 def test_a_message_that_lacks_a_field_is_refused_by_name(message: Message, data: Any) -> None:
-    values = json.loads(encode(message))
+    values = json.loads(encode_message(message))
     gone = data.draw(st.sampled_from(sorted(values)))
     del values[gone]
     data_without = json.dumps(values).encode()
@@ -68,7 +66,7 @@ def test_a_message_that_lacks_a_field_is_refused_by_name(message: Message, data:
         assert type(decode(data_without)) is type(message)
 
 
-VALID = json.loads(encode(Commit(ShardKey(VersionId(1, 7), 0, 1), None)))
+VALID = json.loads(encode_message(Commit(ShardKey(VersionId(1, 7), 0, 1), None)))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_an_invalid_message_is_refused_with_the_reason(data: Any, why: str) -> N
 
 
 def test_an_error_shows_no_value_that_may_be_secret() -> None:
-    values = json.loads(encode(Hello(PROTOCOL, SESSION)))
+    values = json.loads(encode_message(Hello(PROTOCOL, SESSION)))
     retire = {"op": "retire", "safe": "a secret", "lineage": []}
     with pytest.raises(ValueError, match="safe: a value of type str is not a list") as error:
         decode(json.dumps(retire).encode())
@@ -160,10 +158,10 @@ def test_garbage_costs_itself_and_no_descriptor(garbage: bytes) -> None:
         before = len(os.listdir("/proc/self/fd"))
         socket.send_fds(theirs, [garbage], [ours.fileno()])
         with pytest.raises(ValueError, match=r"object|Expecting|decode"):
-            protocol.receive(ours)
+            receive_message(ours)
         assert len(os.listdir("/proc/self/fd")) == before
-        protocol.send(theirs, Bye())
-        assert protocol.receive(ours) == (Bye(), [])
+        send_message(theirs, Bye())
+        assert receive_message(ours) == (Bye(), [])
 
 
 @pytest.mark.parametrize("nbytes", [10, 10 * PACKET_BYTES])
@@ -175,11 +173,11 @@ def test_descriptors_come_with_their_message(nbytes: int) -> None:
         socket.send_fds(theirs, [first], [ours.fileno()])
         for packet in more:
             theirs.send(packet)
-        heard, (descriptor,) = protocol.receive(ours)
+        heard, (descriptor,) = receive_message(ours)
         os.close(descriptor)
         assert heard == message
         theirs.shutdown(socket.SHUT_WR)
-        assert protocol.receive(ours) == (None, [])
+        assert receive_message(ours) == (None, [])
 
 
 def test_the_smallest_buffer_has_room_for_a_packet() -> None:
@@ -187,8 +185,8 @@ def test_the_smallest_buffer_has_room_for_a_packet() -> None:
     message, heard = Problem("x" * (1 << 20)), list[Any]()
     with theirs, ours:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        listener = threading.Thread(target=lambda: heard.append(protocol.receive(ours)))
+        listener = threading.Thread(target=lambda: heard.append(receive_message(ours)))
         listener.start()
-        protocol.send(theirs, message)
+        send_message(theirs, message)
         listener.join()
     assert heard == [(message, [])]

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from tierckpt import events
-from tierckpt.agent.protocol import Problem, TaskStatus
-from tierckpt.checkpointer import shutdown
-from tierckpt.checkpointer.shutdown import WaitProgress
+from tierckpt.agent import Problem, TaskStatus
+from tierckpt.checkpointer import WaitProgress, shutdown
 from tierckpt.config import load_config
-from tierckpt.core.levels import PEER, PERSISTENT, Level
+from tierckpt.core import PEER, PERSISTENT, Level
 from tierckpt.format import VersionId
-from tierckpt.restore.progress import Progress
+from tierckpt.restore import Progress
 
 STORE = "/shared/ckpts"
 

@@ -13,11 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tierckpt.cli import doctor, versions
-from tierckpt.cli.main import COMMANDS, GROUPS, main
-from tierckpt.cli.output import UNLIMITED
-from tierckpt.doctor.examination import Report, Section
-from tierckpt.doctor.software import good, warning
+from tierckpt.cli import COMMANDS, GROUPS, UNLIMITED, doctor, run_command, versions
+from tierckpt.doctor import Report, Section, good, warning
 
 TAKE_A_PLACE = {
     "halt": ["--show"],
@@ -50,19 +47,19 @@ def test_the_console_script_is_main() -> None:
     setup = ConfigParser()
     setup.read(Path(__file__).parents[3] / "setup.cfg")
     scripts = setup["options.entry_points"]["console_scripts"].split("\n")
-    assert f"tierckpt = {main.__module__}:{main.__name__}" in scripts
+    assert f"tierckpt = {run_command.__module__}:{run_command.__name__}" in scripts
 
 
 def test_without_a_command_it_shows_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([])
+        run_command([])
     assert ended.value.code == 2
     assert "usage: tierckpt" in capsys.readouterr().err
 
 
 def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--help"])
+        run_command(["--help"])
     said = capsys.readouterr().out
     for title, commands in GROUPS.items():
         _, _, lines = said.partition(f"\n{title}:\n")
@@ -82,7 +79,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(
     wrong: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(wrong)
+        run_command(wrong)
     assert end.value.code == 2
     assert told in capsys.readouterr().err
 
@@ -108,7 +105,7 @@ def test_help_and_refusals_of_what_is_not_there_need_neither_torch_nor_numpy(
 @pytest.mark.parametrize("command", [each.name for each in COMMANDS])
 def test_every_command_shows_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
+        run_command([command, "--help"])
     assert end.value.code == 0
     assert f"usage: tierckpt {command}" in capsys.readouterr().out
 
@@ -120,7 +117,7 @@ def test_an_empty_path_is_not_the_working_directory(
 ) -> None:
     """A shell makes it of an unset variable."""
     with pytest.raises(SystemExit) as end:
-        main([command, empty, *TAKE_A_PLACE[command]])
+        run_command([command, empty, *TAKE_A_PLACE[command]])
     assert end.value.code == 2
     assert "argument PATH: the path is empty; give a directory" in capsys.readouterr().err
 
@@ -131,7 +128,7 @@ def test_in_quotes_too_a_tilde_is_the_home_directory(
     """As in the job's own settings; a path with {node} needs the quotes."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "n1" / "ckpts").mkdir(parents=True)
-    assert main(["list", "~/{node}/ckpts"]) == 0
+    assert run_command(["list", "~/{node}/ckpts"]) == 0
     assert f"{tmp_path}/{{node}}/ckpts: no checkpoints here" in capsys.readouterr().out
 
 
@@ -144,7 +141,7 @@ def test_a_path_but_no_directory_is_an_error_of_one_sentence(
     names = {"a file": file, "below a file": file / "x", "too long": tmp_path / ("x" * 300)}
     path = str(names.get(what, tmp_path / what))
     given = [str(tmp_path / each) if "." in each else each for each in TAKE_A_PLACE[command]]
-    assert main([command, path, *given]) == 1
+    assert run_command([command, path, *given]) == 1
     out, told = capsys.readouterr()
     assert path in told + out
     assert told.startswith("tierckpt: ")
@@ -180,7 +177,7 @@ def test_a_pipe_has_no_width_and_no_line_of_doctor_is_broken(
     consoles: list[Console] = []
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(versions, "list_versions", lambda args, console: consoles.append(console))
-    assert main(["list", "."]) == 0
+    assert run_command(["list", "."]) == 0
     assert consoles[0].width == UNLIMITED
     long = "word " * 60
     findings = (good("torch", long), warning("clock", long, long))
@@ -207,7 +204,7 @@ def test_a_pictures_place_without_a_directory_is_one_sentence(
     trace = tmp_path / "trace-r00000.json"
     start = {"ph": "i", "cat": "begin", "pid": 0, "tid": 0, "ts": 1, "name": "x", "args": {}}
     trace.write_text(json.dumps([start]))
-    assert main(["trace", "merge", str(trace / "out.json"), "--ours", str(trace)]) == 1
+    assert run_command(["trace", "merge", str(trace / "out.json"), "--ours", str(trace)]) == 1
     assert capsys.readouterr().err.startswith(f"tierckpt: cannot write {trace}/out.json: ")
 
 
@@ -231,7 +228,7 @@ def test_a_shell_completes_commands_options_and_paths(
 ) -> None:
     """In zsh, completion needs a terminal: there the script is only parsed."""
     pytest.importorskip("shtab", reason="shtab is not installed")
-    assert main(["completion", shell]) == 0
+    assert run_command(["completion", shell]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     (tmp_path / "ckpts").mkdir()
     if shutil.which(shell) is None:

@@ -18,17 +18,26 @@ import pytest
 import zstandard
 
 from tests.support.checksum_codec import Checksum
+from tierckpt.codecs import (
+    FILE_VARIABLE,
+    KEY_VARIABLE,
+    AesGcm,
+    BlockId,
+    Codec,
+    CodecError,
+    Pipeline,
+    Zstd,
+    gather_planes,
+    key_fingerprint,
+    scatter_planes,
+)
 from tierckpt.codecs import codec as pipeline
-from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, fingerprint
-from tierckpt.codecs.codec import BlockId, Codec, CodecError, Pipeline, make_codec
+from tierckpt.codecs.codec import make_codec
 from tierckpt.codecs.difference import difference, undone
-from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format import VersionId
-from tierckpt.format.manifest import Buffer, Encoding, Parameter
-from tierckpt.storage.persistent import PersistentStore, backends
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.format import Buffer, Encoding, Parameter, VersionId
+from tierckpt.storage.persistent import PersistentStore, PosixBackend, backends
 from tierckpt.testing import BLOCKS, PLACE, CodecConformance, HidingConformance, noise
 
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
@@ -140,7 +149,7 @@ def test_a_key_file_holds_bytes_or_digits(
     path.write_bytes(content)
     monkeypatch.setenv(FILE_VARIABLE, str(path))
     monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)  # the file comes first
-    assert AesGcm().key_id == fingerprint(bytes.fromhex(KEY))
+    assert AesGcm().key_id == key_fingerprint(bytes.fromhex(KEY))
 
 
 def test_without_a_key_the_error_says_where_it_was_looked_for(

@@ -10,7 +10,7 @@ import pytest
 
 from tierckpt.config import DEFAULT_ID_BYTES, FOLDERS, NAME_BYTES, load_config
 from tierckpt.errors import ConfigError
-from tierckpt.storage.job_directory import JobDirectory, job_id_of
+from tierckpt.storage import JobDirectory, job_id_of
 
 NO_UTF8 = os.fsdecode(b"/tmp/\xff")
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent.flusher import retention_policy
-from tierckpt.agent.server import Agent
-from tierckpt.checkpointer.levels import Tiers, agent_client
+from tierckpt.agent import Agent, retention_policy
+from tierckpt.checkpointer import Tiers, agent_client
 from tierckpt.config import load_config
-from tierckpt.coordination.peers import redundancy_groups
-from tierckpt.coordination.settings_check import JobTopology
+from tierckpt.coordination import JobTopology, redundancy_groups
 from tierckpt.erasure import kernels
 from tierckpt.group import Node, SingleGroup
 from tierckpt.storage.job_directory import job_directory

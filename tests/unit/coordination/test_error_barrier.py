@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise
+from tierckpt.coordination import ErrorBarrier, gather_or_raise
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
 from tierckpt.group import SingleGroup
 from tierckpt.testing import GroupAbortedError, ThreadGroup, run_ranks

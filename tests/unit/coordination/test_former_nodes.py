@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent.protocol import AgentAddress, KnownNodes
-from tierckpt.coordination.peers import MAX_NAMED, FormerNodes
+from tierckpt.agent import AgentAddress, KnownNodes
+from tierckpt.coordination import FormerNodes
+from tierckpt.coordination.peers import MAX_NAMED
 from tierckpt.group import SingleGroup
-from tierckpt.peer.transport import Transport
+from tierckpt.peer import Transport
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots import RankGoneError, ballots_for
-from tierckpt.core.decisions import VOTE_WIDTH
-from tierckpt.core.levels import BROKEN, DONE, MEMORY, PENDING
+from tierckpt.coordination import Agreement, RankGoneError, ballots_for
+from tierckpt.core import BROKEN, DONE, MEMORY, PENDING, VOTE_WIDTH
 from tierckpt.format import VersionId
 from tierckpt.group import Node
 from tierckpt.testing import ThreadGroup, run_ranks

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tierckpt.coordination import ballots
+from tierckpt.coordination import OWN_WIDTH, GroupBallots, RankGoneError, ballots, ballots_for
 from tierckpt.coordination import leader_tree as module
-from tierckpt.coordination.ballots import OWN_WIDTH, GroupBallots, RankGoneError, ballots_for
 from tierckpt.coordination.leader_tree import LeaderTree, leader_tree
 from tierckpt.group import Node
 from tierckpt.testing import ThreadGroup, run_ranks

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent.protocol import (
-    CommitFailed,
-    Committed,
-    Flushed,
-    FlushFailed,
-    Problem,
-    ProtectFailed,
-)
+from tierckpt.agent import CommitFailed, Committed, Flushed, FlushFailed, Problem, ProtectFailed
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import load_config
+from tierckpt.coordination import Agreement, GroupBallots, Reports
 from tierckpt.coordination import agreement as module
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots import GroupBallots
-from tierckpt.coordination.versions import Reports
-from tierckpt.core.decisions import VOTE_WIDTH
-from tierckpt.core.levels import BROKEN, DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER, PERSISTENT
+from tierckpt.core import (
+    BROKEN,
+    DONE,
+    INTERVALS,
+    LEDGERS,
+    LOCAL,
+    MEMORY,
+    PEER,
+    PERSISTENT,
+    VOTE_WIDTH,
+)
 from tierckpt.events import JobEnd
 from tierckpt.format import VersionId
 from tierckpt.group import SingleGroup

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent.protocol import ListenSettings
-from tierckpt.coordination.peers import PeerSetup, out_of_reach
-from tierckpt.peer.wire import Address
+from tierckpt.agent import ListenSettings
+from tierckpt.coordination import PeerSetup, out_of_reach
+from tierckpt.peer import Address
 
 
 @pytest.mark.parametrize("error", [TimeoutError("late"), ConnectionError(), KeyError("a bug")])

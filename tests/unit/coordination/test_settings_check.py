@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.coordination import agree_on_settings
 from tierckpt.errors import ConfigError
 from tierckpt.testing import run_ranks
 

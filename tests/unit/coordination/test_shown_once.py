@@ -10,9 +10,7 @@ import torch
 from torch.optim import SGD
 
 from tierckpt import Checkpointer
-from tierckpt.coordination import error_barrier
-from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.coordination import ErrorBarrier, agree_on_settings, error_barrier
 from tierckpt.errors import (
     ConfigError,
     RestoreError,

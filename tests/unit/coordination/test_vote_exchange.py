@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.coordination import ballots as module
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots import (
+from tierckpt.coordination import (
     OWN_WIDTH,
+    Agreement,
     Ballots,
     GroupBallots,
     RankGoneError,
     SharedBallots,
     ballots_for,
 )
-from tierckpt.core.decisions import VOTE_WIDTH
+from tierckpt.coordination import ballots as module
+from tierckpt.core import VOTE_WIDTH
 from tierckpt.format import VersionId
 from tierckpt.group import Node
 from tierckpt.testing import ThreadGroup, run_ranks

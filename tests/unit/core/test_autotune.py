@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.core.decisions import LevelVote, Schedule, Vote
-from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT
-from tierckpt.core.tuning import (
+from tierckpt.core import (
+    INTERVALS,
+    LOCAL,
     LOOK_STEPS,
+    MEMORY,
     MIN_STEPS,
+    PERSISTENT,
     Change,
     Cost,
     CostEstimate,
+    LevelVote,
+    Schedule,
     StepTimer,
     Tuner,
+    Vote,
 )
 from tierckpt.errors import ConfigError
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.core.decisions import NO_METRIC, as_vote, of_vote
-from tierckpt.core.retention import Best, best_of
+from tierckpt.core import NO_METRIC, Best, as_vote, best_of, of_vote
 from tierckpt.format import VersionId
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

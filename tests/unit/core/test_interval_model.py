@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.core.tuning import (
+from tierckpt.core import (
     SHARES,
     LevelModel,
     daly_seconds,

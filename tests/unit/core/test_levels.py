@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from tierckpt.config import AUTOMATIC, TABLES, load_config
-from tierckpt.core.levels import (
+from tierckpt.core import (
     AWAITED,
     INTERVALS,
     LEDGERS,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.coordination import job_history
-from tierckpt.coordination.job_history import gather_inventories
-from tierckpt.core.restore_plan import (
+from tierckpt.coordination import Offer, gather_inventories, is_sender
+from tierckpt.core import (
     Found,
     FoundParity,
     Inventory,
@@ -105,5 +104,5 @@ def test_ranks_of_a_node_that_found_different_copies_all_send_theirs() -> None:
 
 
 def test_only_the_first_rank_with_an_inventory_sends_it() -> None:
-    offers = [job_history.Offer(mark, "", (0, "")) for mark in (b"a", b"b", b"a")]
-    assert [job_history.is_sender(offers, rank) for rank in range(3)] == [True, True, False]
+    offers = [Offer(mark, "", (0, "")) for mark in (b"a", b"b", b"a")]
+    assert [is_sender(offers, rank) for rank in range(3)] == [True, True, False]

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.replicas.monitor import ReplicaMonitor
+from tierckpt.replicas import NONE, Finding, Look, ReplicaMonitor, ReplicatedState, weighted_sum
 from tierckpt.replicas.replica_check import (
     BUCKETS,
-    NONE,
     UNIT_BYTES,
     UNIT_OVERHEAD_BYTES,
-    Finding,
     agree,
     as_vote,
     buckets_of,
@@ -28,8 +26,7 @@ from tierckpt.replicas.replica_check import (
     stride_of,
     unlike,
 )
-from tierckpt.replicas.replicated_state import Look, ReplicatedState, weighted_sum
-from tierckpt.state.training_state import TrainingState
+from tierckpt.state import TrainingState
 
 
 @pytest.mark.parametrize("slices", [1, 3, 50])

@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from tests.support.facts import found_at
 from tierckpt.config import PersistentConfig
-from tierckpt.core.levels import RANK, Level
-from tierckpt.core.restore_plan import (
+from tierckpt.core import (
     EVERYWHERE,
+    RANK,
     Found,
+    Level,
     Location,
     Problem,
     newest_whole,
     plan_restore,
 )
-from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
-from tierckpt.storage.inventory import look_at_persistent
+from tierckpt.format import Lineage, ShardKey, VersionId, newest_first
+from tierckpt.storage import look_at_persistent
 
 HOSTS = ("a", "b")
 

@@ -12,17 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.facts import found_at, parity_at
-from tierckpt.core.levels import AGENT
-from tierckpt.core.restore_plan import (
-    EVERYWHERE,
-    Found,
-    FoundParity,
-    Location,
-    RestorePlan,
-    _Load,
-    plan_restore,
-)
-from tierckpt.erasure.codes import Code
+from tierckpt.core import AGENT, EVERYWHERE, Found, FoundParity, Location, RestorePlan, plan_restore
+from tierckpt.core.restore_plan import _Load
+from tierckpt.erasure import Code
 from tierckpt.format import ParityKey, ShardKey, VersionId
 
 LINEAGE = ((1, 0),)

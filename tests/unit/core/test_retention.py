@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.facts import facts_of
 from tests.support.histories import histories
-from tierckpt.core.retention import (
-    HeldVersion,
-    RetentionPolicy,
-    milestones,
-    retirable,
-    retirable_names,
-)
-from tierckpt.format import VersionFacts
-from tierckpt.format.ids import Lineage, VersionId, VersionName, newest_first, on_lineage
+from tierckpt.core import HeldVersion, RetentionPolicy, milestones, retirable, retirable_names
+from tierckpt.format import Lineage, VersionFacts, VersionId, VersionName, newest_first, on_lineage
 
 
 def stands_for_a_multiple(id_: VersionId, line: list[VersionId], every: int) -> bool:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.core.branches import (
+from tierckpt.core import (
     MAX_HONOURED,
     Rollback,
     RollbackRequest,
-    check_alike,
     merged_rollbacks,
     nearest_version,
     pending_request,
     rollback_of_setting,
 )
+from tierckpt.core.branches import check_alike
 from tierckpt.errors import RestoreError
 from tierckpt.format import VersionId, newest_first
 

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from tests.unit.core.test_autotune import STEP_SECONDS, tuner
-from tierckpt.core.tuning import LOOK_STEPS, Change, Hysteresis, RollingStats, StepTimer, Tuner
+from tierckpt.core import LOOK_STEPS, Change, Hysteresis, RollingStats, StepTimer, Tuner
 
 # --- windows -------------------------------------------------------------------------------------
 

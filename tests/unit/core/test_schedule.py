@@ -11,8 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
-from tierckpt.core.decisions import VOTE_WIDTH, Decision, LevelVote, Schedule, Vote
-from tierckpt.core.levels import BROKEN, DONE, LOCAL, MEMORY, PENDING, REMEMBERED, Ledger, Level
+from tierckpt.core import (
+    BROKEN,
+    DONE,
+    LOCAL,
+    MEMORY,
+    PENDING,
+    REMEMBERED,
+    VOTE_WIDTH,
+    Decision,
+    Ledger,
+    Level,
+    LevelVote,
+    Schedule,
+    Vote,
+)
 from tierckpt.format import VersionId
 
 

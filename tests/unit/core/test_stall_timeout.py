@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tierckpt.core import decisions
-from tierckpt.core.decisions import StallTimeout, most_quiet_seconds
+from tierckpt.core import MAX_QUIET_SECONDS, QUIET_SECONDS, StallTimeout, most_quiet_seconds
 
 
 def test_a_wait_with_progress_has_no_limit() -> None:
@@ -39,6 +38,6 @@ def test_a_rank_that_was_stopped_with_all_others_waits_on() -> None:
 
 
 def test_a_large_version_may_take_longer_to_move_but_not_longer_than_a_collective() -> None:
-    assert most_quiet_seconds(0) == decisions.QUIET_SECONDS
-    assert most_quiet_seconds(10**9) == decisions.QUIET_SECONDS + 100
-    assert most_quiet_seconds(10**13) == decisions.MAX_QUIET_SECONDS < 1800
+    assert most_quiet_seconds(0) == QUIET_SECONDS
+    assert most_quiet_seconds(10**9) == QUIET_SECONDS + 100
+    assert most_quiet_seconds(10**13) == MAX_QUIET_SECONDS < 1800

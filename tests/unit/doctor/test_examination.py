@@ -6,9 +6,18 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from tierckpt.doctor import machine, probes, software
-from tierckpt.doctor.examination import LIMIT_SECONDS, examine
-from tierckpt.doctor.software import Finding, Mark, Subject, good, warning
+from tierckpt.doctor import (
+    LIMIT_SECONDS,
+    PROBE_SECONDS,
+    Finding,
+    Mark,
+    Subject,
+    examine,
+    good,
+    machine,
+    probes,
+    warning,
+)
 
 
 def well(subject: Subject) -> Iterator[Finding]:
@@ -37,7 +46,7 @@ def test_a_check_that_raises_is_a_cross_with_its_error() -> None:
 
 def test_processes_of_checks_end_before_the_examination() -> None:
     """Else they would stay when doctor ends."""
-    limits = (probes.PATIENCE_SECONDS, software.PROBE_SECONDS, machine.PLACE_SECONDS)
+    limits = (probes.PATIENCE_SECONDS, PROBE_SECONDS, machine.PLACE_SECONDS)
     assert max(limits) < LIMIT_SECONDS
 
 

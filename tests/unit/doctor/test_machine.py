@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tierckpt.config import Config
-from tierckpt.doctor import machine
-from tierckpt.doctor.software import Mark, Subject
+from tierckpt.doctor import Mark, Subject, machine
 
 
 def cgroup(root: Path, limit_bytes: int, used_bytes: int) -> Path:

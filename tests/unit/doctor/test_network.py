@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.doctor import machine
-from tierckpt.doctor.software import Mark, Subject
+from tierckpt.doctor import Mark, Subject, machine
 
 LOOK = """
 import json, sys

@@ -14,18 +14,16 @@ import pytest
 
 from tierckpt.config import Config
 from tierckpt.coordination import settings_check
+from tierckpt.doctor import Finding, Mark, Report, Section, Subject, good
 from tierckpt.doctor.examination import (
     Gather,
     Offset,
-    Report,
-    Section,
     _apart,
     _compared,
     clock_offsets,
     is_launched,
     sees_probe,
 )
-from tierckpt.doctor.software import Finding, Mark, Subject, good
 
 SHIFTS = (0.0, 3.0, -0.25)
 

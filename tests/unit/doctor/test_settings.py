@@ -14,8 +14,7 @@ import pytest
 import tierckpt
 from tests.support.metadata_server import Aws, serving
 from tierckpt.config import load_config
-from tierckpt.doctor import software
-from tierckpt.doctor.software import Finding, Mark, Subject
+from tierckpt.doctor import Finding, Mark, Subject, software
 from tierckpt.errors import ConfigError
 from tierckpt.events import EventLog
 

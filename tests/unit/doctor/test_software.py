@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.doctor import software
-from tierckpt.doctor.probes import Horovod
-from tierckpt.doctor.software import Finding, Mark, Subject
+from tierckpt.doctor import Finding, Horovod, Mark, Subject, software
 
 
 @pytest.mark.parametrize(

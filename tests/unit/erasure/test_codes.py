@@ -14,22 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.erasure import kernels
-from tierckpt.erasure.codes import (
+from tierckpt.erasure import (
     Code,
     MemberPlan,
+    Product,
     Round,
     Segment,
     Stripes,
     Task,
     coefficient,
+    find_isal,
     multiply,
     plan_encode,
     plan_member,
     plan_rebuild,
     transfers,
 )
-from tierckpt.erasure.kernels import Product
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format import DIGEST_BYTES, PAGE_BYTES, manifest
 
@@ -95,7 +95,7 @@ class Cluster:
     def run(self, tasks: tuple[Task, ...], window_bytes: int = WINDOW_BYTES) -> None:
         code = self.stripes.code
         plans = [plan_member(code, tasks, m.number) for m in self.members]
-        products = {task: Product(task.matrix, kernels.find_isal()) for task in tasks}
+        products = {task: Product(task.matrix, find_isal()) for task in tasks}
         self.sent, self.received = [0] * code.n, [0] * code.n
         for window in self.stripes.windows(window_bytes):
             self._exchange([plan.gather for plan in plans], window)

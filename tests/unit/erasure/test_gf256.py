@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tierckpt.erasure.codes import coefficient, decoding, inverse, invert, multiply
+from tierckpt.erasure import coefficient, decoding, inverse, invert, multiply
 
 
 def slow_multiply(a: int, b: int) -> int:

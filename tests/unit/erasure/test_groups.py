@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tierckpt._process import boot_id, host_id
-from tierckpt.erasure.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
+from tierckpt.erasure import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
 from tierckpt.errors import ConfigError
 
 # (form, group size): several of each kind, with the smallest and with large ones.

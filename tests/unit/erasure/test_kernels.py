@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.erasure import kernels
-from tierckpt.erasure.codes import Matrix, decoding, multiply
-from tierckpt.erasure.kernels import TILE_BYTES, Isal, Product
+from tierckpt.erasure import Matrix, Product, decoding, kernels, multiply
+from tierckpt.erasure.kernels import TILE_BYTES, Isal
 
 found = kernels.find_isal()
 needs_isal = pytest.mark.skipif(found is None, reason="ISA-L is not installed")

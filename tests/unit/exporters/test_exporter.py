@@ -13,8 +13,9 @@ import pytest
 from tests.support.exported_job import EVENTS, JOB, play, wait_until
 from tierckpt import ConfigError, exporters
 from tierckpt.events import Event
+from tierckpt.exporters import Exporter
 from tierckpt.exporters import exporter as module
-from tierckpt.exporters.exporter import Exporter, Ranks, Sample
+from tierckpt.exporters.exporter import Ranks, Sample
 
 
 class Recording(Exporter):

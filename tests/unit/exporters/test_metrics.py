@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.exported_job import EVENTS
 from tierckpt.events import Event
-from tierckpt.exporters.exporter import METRICS, PHASES, REASONS, Kind, samples, zeros
+from tierckpt.exporters import METRICS, PHASES, REASONS, Kind, samples, zeros
 
 LEVELS = ("memory", "local", "peer", "persistent")
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt import ConfigError, load_config
-from tierckpt.exporters.exporter import SHAPES, exporters_of
-from tierckpt.exporters.prometheus import PrometheusPort
+from tierckpt.exporters import SHAPES, PrometheusPort, exporters_of
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.histories import histories
 from tierckpt.errors import FormatError
-from tierckpt.format.ids import (
+from tierckpt.format import (
     Lineage,
     ShardKey,
     VersionId,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.format.layout import (
+from tierckpt.format import (
     BLOCK_BYTES,
     PER_RANK,
     REPLICATED,

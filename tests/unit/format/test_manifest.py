@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format import DIGEST_BYTES, Manifest, ShardKey, VersionId, digest
-from tierckpt.format.records import ITERATION_COUNTS, VersionFacts, VersionManifest
+from tierckpt.format import (
+    DIGEST_BYTES,
+    ITERATION_COUNTS,
+    Manifest,
+    ShardKey,
+    VersionFacts,
+    VersionId,
+    VersionManifest,
+    digest,
+)
 
 numbers = st.integers(0, 2**62)
 ids = st.builds(VersionId, numbers, numbers)

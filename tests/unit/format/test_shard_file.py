@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.errors import FormatError
-from tierckpt.format import BLOCK_BYTES, PAGE_BYTES, Layout, TensorSpec, plan_layout
-from tierckpt.format.shard_file import RANK_STATE, decode_header, encode_header, encode_table
+from tierckpt.format import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    RANK_STATE,
+    Layout,
+    TensorSpec,
+    decode_header,
+    encode_header,
+    encode_table,
+    plan_layout,
+)
 from tierckpt.state import tree_codec
 
 names = st.text(min_size=1, max_size=12)

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_ckpt.torch_group import gathered_bytes
-from tierckpt.format import TensorSpec, plan_layout
-from tierckpt.format.shard_file import (
+from tierckpt.format import (
     RankState,
     ShardHeader,
     ShardSummary,
+    TensorSpec,
     VersionSummary,
-    counts,
     decode_header,
     encode_header,
-    lacking,
+    plan_layout,
 )
+from tierckpt.format.shard_file import counts, lacking
 
 NOTHING = RankState(b"", b"", ())
 

@@ -6,9 +6,16 @@ import pytest
 
 from tests.support.facts import manifest_of
 from tierckpt.errors import CorruptShardError
-from tierckpt.format import ShardKey, TensorSpec, VersionId, plan_layout
-from tierckpt.format.manifest import digests_of, verify_shard
-from tierckpt.format.shard_file import decode_header, encode_header
+from tierckpt.format import (
+    ShardKey,
+    TensorSpec,
+    VersionId,
+    decode_header,
+    digests_of,
+    encode_header,
+    plan_layout,
+    verify_shard,
+)
 
 NAME = b"layer.weight"
 

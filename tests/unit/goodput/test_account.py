@@ -10,12 +10,12 @@ import pytest
 from tests.support.event_stream import EventStream
 from tierckpt.errors import ConfigError
 from tierckpt.events import event_files
-from tierckpt.goodput.account import Account, Ending, account, advice
-from tierckpt.goodput.records import read
+from tierckpt.goodput import Account, Ending, advice, read_records
+from tierckpt.goodput import account_of as account
 
 
 def account_of(folder: Path, gap_seconds: float = math.inf) -> Account:
-    return account(*read(event_files([folder])), gap_seconds)
+    return account(*read_records(event_files([folder])), gap_seconds)
 
 
 def spent(job: Account) -> dict[str, float]:
@@ -226,7 +226,7 @@ def test_more_ranks_after_a_restart(tmp_path: Path) -> None:
     for rank in (zero, one):
         rank.restored(24, 10, 1.0)
         rank.progress(25, 11, begun=10, run="two")
-    found, notes = read(event_files([tmp_path / "a", tmp_path / "b"]))
+    found, notes = read_records(event_files([tmp_path / "a", tmp_path / "b"]))
     job = account(found, notes)
     assert [run.world for run in job.runs] == [1, 2]
     assert not [note for note in job.notes if "no records" in note]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.event_stream import EventStream
 from tierckpt.events import event_files
-from tierckpt.goodput.account import account
-from tierckpt.goodput.records import read
+from tierckpt.goodput import account_of, read_records
 
 seconds = st.floats(0, 50)
 ENDS = ("killed", "killed early", "closed", "interrupted", "error", "restored")
@@ -116,7 +115,7 @@ def test_parts_sum_to_the_job_s_time(all_lives: list[Life], ranks: int) -> None:
         job = Job(Path(folder), ranks)
         for number, life in enumerate(all_lives):
             job.run(number, life)
-        found = account(*read(event_files([Path(folder)])))
+        found = account_of(*read_records(event_files([Path(folder)])))
     parts = [part for run in found.runs for part in run.parts]
     assert all(part.seconds >= 0 for part in parts)
     assert sum(part.seconds for part in parts) == pytest.approx(job.last - job.began, abs=1e-4)

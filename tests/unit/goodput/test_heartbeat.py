@@ -14,7 +14,7 @@ import pytest
 from tests.support.parts import boundary_at
 from tierckpt.events import RECORDS, Event, EventLog
 from tierckpt.format import VersionId
-from tierckpt.goodput.heartbeat import Heartbeat
+from tierckpt.goodput import Heartbeat
 from tierckpt.restored import Restored
 
 Line = dict[str, Any]

@@ -9,7 +9,7 @@ import pytest
 from tests.support.event_stream import EventStream
 from tierckpt.errors import ConfigError
 from tierckpt.events import event_files
-from tierckpt.goodput.records import read
+from tierckpt.goodput import read_records
 
 
 def started(folder: Path, rank: int = 0) -> EventStream:
@@ -23,7 +23,7 @@ def test_half_a_line_is_left_out(tmp_path: Path) -> None:
     stream = started(tmp_path)
     with stream.path.open("a") as file:
         file.write('{"name":"progress","time_sec')
-    (run,), notes = read([stream.path])
+    (run,), notes = read_records([stream.path])
     assert run.spans[-1].newest == 1
     assert notes == [f"{stream.path}: 1 unreadable line was left out"]
 
@@ -33,7 +33,7 @@ def test_a_run_after_half_a_line(tmp_path: Path) -> None:
     with stream.path.open("a") as file:
         file.write('{"name":"progress","time_sec\n[3]\n')
     stream.start(10, 11, 12, 13)
-    runs, notes = read([stream.path])
+    runs, notes = read_records([stream.path])
     assert [run.process for run in runs] == [0, 10]
     assert notes == [f"{stream.path}: 2 unreadable lines were left out"]
 
@@ -43,7 +43,7 @@ def test_a_record_that_lacks_its_fields_is_left_out(tmp_path: Path) -> None:
     stream.write("attached", 6)
     stream.write("started", 7, facts={"host": 3})
     stream.write("something new", 8, facts={"a": [1]})
-    (run,), notes = read([stream.path])
+    (run,), notes = read_records([stream.path])
     assert run.last == 8
     assert notes == [f"{stream.path}: 2 unreadable lines were left out"]
 
@@ -57,7 +57,7 @@ def test_events_before_the_first_start_are_left_out(tmp_path: Path) -> None:
     stream = EventStream(tmp_path)
     stream.write("sealed", 0, version=7)
     started(tmp_path)
-    (run,), notes = read([stream.path])
+    (run,), notes = read_records([stream.path])
     assert run.spans[-1].newest == 1
     assert notes == [f"{stream.path}: 1 event before the first start was left out"]
 
@@ -75,7 +75,7 @@ def test_a_folder_without_events_names_those_below_it(tmp_path: Path) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.jsonl cannot be read: .*No such file"):
-        read([tmp_path / "none.jsonl"])
+        read_records([tmp_path / "none.jsonl"])
 
 
 @pytest.mark.parametrize("text", ["", "words\n", '{"a":1}\n'])
@@ -83,4 +83,4 @@ def test_a_file_without_a_run(tmp_path: Path, text: str) -> None:
     path = tmp_path / "events-r00000.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match="no run of a job is recorded there"):
-        read([path])
+        read_records([path])

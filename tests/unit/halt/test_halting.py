@@ -20,16 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.config import Config, load_config, parse_signals
-from tierckpt.core.decisions import NO_HALT, HaltRequest, HaltVote, Reason
+from tierckpt.core import NO_HALT, HaltRequest, HaltVote, Reason
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
+from tierckpt.halt import HaltController, Signals, request_file
 from tierckpt.halt import controller as halting
-from tierckpt.halt import request_file
-from tierckpt.halt.controller import HaltController, RequestWatcher
-from tierckpt.halt.signals import Signals
-from tierckpt.storage.job_directory import watched_directories
+from tierckpt.halt.controller import RequestWatcher
+from tierckpt.storage import watched_directories
 
 NOON = 1_800_000_000.0
 """Unix seconds."""
@@ -144,19 +143,22 @@ def test_the_command_asks_adds_shows_and_clears(
 ) -> None:
     place, claim = str(tmp_path), tmp_path / ".claim.9f8e7d6c.0"
     claim.touch()
-    assert main(["halt", place, "--after-version", "100"]) == 0
+    assert run_command(["halt", place, "--after-version", "100"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(after_version=100)
-    assert main(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"]) == 0
+    assert (
+        run_command(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"])
+        == 0
+    )
     assert request_file.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
     capsys.readouterr()
-    assert main(["halt", place, "--show"]) == 0
+    assert run_command(["halt", place, "--show"]) == 0
     assert "to stop: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
-    assert main(["halt", place, "--now", "--clear"]) == 0
+    assert run_command(["halt", place, "--now", "--clear"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
-    assert main(["halt", place, "--clear"]) == 0
+    assert run_command(["halt", place, "--clear"]) == 0
     assert request_file.read(tmp_path) is None
     assert "may continue" in capsys.readouterr().out
-    assert main(["halt", place, "--clear"]) == 0
+    assert run_command(["halt", place, "--clear"]) == 0
     assert list(tmp_path.iterdir()) == [claim]
 
 
@@ -183,10 +185,10 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
     later, --force writes the request."""
     if left:
         (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
-    asked = main(["halt", str(tmp_path), "--now"]) == 0
+    asked = run_command(["halt", str(tmp_path), "--now"]) == 0
     assert asked == seen == (request_file.read(tmp_path) is not None)
     assert ("no job has written to" in capsys.readouterr().err) != seen
-    assert main(["halt", str(tmp_path), "--now", "--force"]) == 0
+    assert run_command(["halt", str(tmp_path), "--now", "--force"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
 
 
@@ -196,11 +198,11 @@ def test_where_no_job_ever_ran_none_is_reported_as_running(
 ) -> None:
     """After a mistyped path the user would believe that the request was withdrawn."""
     for path in (tmp_path, tmp_path / "nowhere"):
-        assert main(["halt", str(path), *asked]) == 1
+        assert run_command(["halt", str(path), *asked]) == 1
         out, told = capsys.readouterr()
         assert (out, str(path) in told) == ("", True)
         assert "no job has written to" in told or "cannot be used" in told
-    assert main(["halt", str(tmp_path), *asked, "--force"]) == 0
+    assert run_command(["halt", str(tmp_path), *asked, "--force"]) == 0
     assert "may continue" in capsys.readouterr().out
 
 
@@ -208,7 +210,7 @@ def test_the_command_names_the_job_that_will_read_the_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".claim.9f8e7d6c.0").touch()
-    assert main(["halt", str(tmp_path), "--now"]) == 0
+    assert run_command(["halt", str(tmp_path), "--now"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{tmp_path}: the job is asked to stop: now"
     assert second.startswith(f"{tmp_path}: no job on this machine watches it now; ")
@@ -218,9 +220,9 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A missing folder above it may be an unmounted file system."""
-    assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
+    assert run_command(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
     assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
-    assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
+    assert run_command(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
     told = capsys.readouterr().err
     assert f"{tmp_path}/mount does not exist; mount it, or make it" in told
     assert not (tmp_path / "mount").exists()
@@ -239,7 +241,7 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
 def test_the_command_names_the_mistake(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["halt", str(tmp_path / "nowhere"), *arguments]) == 1
+    assert run_command(["halt", str(tmp_path / "nowhere"), *arguments]) == 1
     told = capsys.readouterr().err
     assert told.startswith("tierckpt: ")
     assert re.search(said, told), told
@@ -261,7 +263,7 @@ def test_the_command_refuses_conditions_that_never_or_always_hold(
     """The current request stays unchanged."""
     standing = HaltRequest(after_version=7)
     request_file.write(tmp_path, standing)
-    assert main(["halt", str(tmp_path), *arguments]) == 1
+    assert run_command(["halt", str(tmp_path), *arguments]) == 1
     assert re.search("numbers from 0 on|a finite number of seconds, 0 or", capsys.readouterr().err)
     assert request_file.read(tmp_path) == standing
 
@@ -273,7 +275,7 @@ def test_the_command_refuses_what_is_no_version(
     standing = HaltRequest(after_version=7)
     request_file.write(tmp_path, standing)
     with pytest.raises(SystemExit, match="2"):
-        main(["halt", str(tmp_path), *arguments])
+        run_command(["halt", str(tmp_path), *arguments])
     assert "is no version; give a number, like 4000 or v4000" in capsys.readouterr().err
     assert request_file.read(tmp_path) == standing
 
@@ -288,7 +290,7 @@ def test_the_command_refuses_a_url(
     """The URL would be treated as the name of a directory that no job watches."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
-    assert main(["halt", "s3://bucket", *arguments]) == 1
+    assert run_command(["halt", "s3://bucket", *arguments]) == 1
     assert "s3://bucket is a URL, and jobs do not watch URLs" in capsys.readouterr().err
     assert list((tmp_path / "s3:" / "bucket").iterdir()) == []
 
@@ -299,18 +301,20 @@ def test_a_request_that_cannot_be_read_is_named_with_the_way_out(
 ) -> None:
     (tmp_path / request_file.FILE_NAME).write_text(content)
     for asked in ("--show", "--now"):
-        assert main(["halt", str(tmp_path), asked]) == 1
+        assert run_command(["halt", str(tmp_path), asked]) == 1
         told = capsys.readouterr().err
         assert told.startswith(f"tierckpt: {tmp_path}: ")
         assert told.endswith("; --clear removes it\n")
-    assert main(["halt", str(tmp_path), "--clear", "--now"]) == 0
+    assert run_command(["halt", str(tmp_path), "--clear", "--now"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
 
 
 def test_the_command_names_the_job_with_the_margin_that_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
+    assert (
+        run_command(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
+    )
     assert "to stop: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
 
 

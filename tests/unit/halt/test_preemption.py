@@ -14,11 +14,10 @@ import pytest
 from tests.support.metadata_server import HOLDS, TRICKLES, Aws, Azure, Gcp, Server, serving
 from tierckpt import config
 from tierckpt.config import load_config, parse_notices
-from tierckpt.core.decisions import NEVER_SECONDS, HaltVote, Reason
+from tierckpt.core import NEVER_SECONDS, HaltVote, Reason
 from tierckpt.errors import ConfigError
 from tierckpt.group import Node
-from tierckpt.halt import preemption
-from tierckpt.halt.controller import HaltController
+from tierckpt.halt import HaltController, preemption
 from tierckpt.halt.preemption import CLOUDS, PreemptionWatcher
 
 Watch = Callable[..., PreemptionWatcher]

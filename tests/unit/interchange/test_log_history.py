@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from tierckpt.interchange.log_history import entries_of, lines_of
+from tierckpt.interchange import entries_of, lines_of
 
 
 def test_entries_come_back_in_their_order_and_times_are_apart() -> None:

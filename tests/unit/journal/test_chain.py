@@ -8,15 +8,8 @@ import pytest
 
 from tierckpt.errors import CorruptShardError
 from tierckpt.format import ShardKey, VersionId
-from tierckpt.journal.segments import (
-    BOUNDARY,
-    FrameHead,
-    RecordKey,
-    SegmentName,
-    chain_from,
-    outdated,
-    rebuildable,
-)
+from tierckpt.journal import BOUNDARY, FrameHead, SegmentName
+from tierckpt.journal.segments import RecordKey, chain_from, outdated, rebuildable
 
 RUN = "a run"
 

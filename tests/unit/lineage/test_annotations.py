@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.lineage.run_notes import command_hash, facts_here, git_commit, launcher
+from tierckpt.lineage import command_hash, facts_here, git_commit, launcher
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

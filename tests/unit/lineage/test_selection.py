@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.core.branches import ForkSource, source_of
+from tierckpt.core import ForkSource, source_of
 from tierckpt.errors import ConfigError
-from tierckpt.lineage.fork import PARTS, Selection, matched
+from tierckpt.lineage import PARTS, Selection, matched
 
 
 @pytest.mark.parametrize(

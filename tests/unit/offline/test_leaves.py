@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt.offline.leaves import fingerprint, leaves_of, shown_leaf
-from tierckpt.state import tree_codec
-from tierckpt.state.tree_codec import ForeignValue
+from tierckpt.offline import fingerprint, leaves_of, shown_leaf
+from tierckpt.state import Arena, EncodedTree, ForeignValue, decode_tree, pack_tree
 
 LONG = 2000
 """More elements than a tensor's `repr` shows."""
@@ -64,12 +63,12 @@ def quantized(at: int, zero_point: int = 0) -> torch.Tensor:
 
 def prints(value: Any) -> dict[str, str]:
     """The records of two processes: stored, then decoded."""
-    arena = tree_codec.Arena()
-    node = tree_codec.pack({"extra": value}, "", arena.keep)
-    encoded = tree_codec.EncodedTree(node, arena)
+    arena = Arena()
+    node = pack_tree({"extra": value}, "", arena.keep)
+    encoded = EncodedTree(node, arena)
     data = torch.empty(encoded.nbytes, dtype=torch.uint8)
     encoded.copy(0, data)
-    decoded = tree_codec.decode(data.numpy().tobytes())
+    decoded = decode_tree(data.numpy().tobytes())
     return {name: fingerprint(leaf) for name, leaf in leaves_of(decoded).items()}
 
 

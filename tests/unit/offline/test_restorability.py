@@ -4,10 +4,9 @@ restart takes then."""
 from __future__ import annotations
 
 from tests.support.facts import found_at, parity_at
-from tierckpt.core.restore_plan import Found, FoundParity, Location
+from tierckpt.core import Found, FoundParity, Location
 from tierckpt.format import ParityKey, ShardKey, VersionId
-from tierckpt.offline.catalog import outlook
-from tierckpt.offline.survey import Survey
+from tierckpt.offline import Survey, outlook
 
 SHARDS = 3
 NEAR, FAR = Location("local", "here", "/disk"), Location("persistent", "", "/shared")

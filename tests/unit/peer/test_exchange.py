@@ -15,10 +15,10 @@ import pytest
 
 from tests.support.peer_shards import Members, wait_until
 from tests.unit.erasure.test_codes import Cluster
-from tierckpt.erasure.codes import Code
+from tierckpt.erasure import Code
 from tierckpt.errors import RestoreError
 from tierckpt.format import VersionId
-from tierckpt.peer.windows import AHEAD, window_bytes_of
+from tierckpt.peer import AHEAD, window_bytes_of
 
 MIB = 1 << 20
 SCHEMES = {

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.peer_shards import QUICK, SECRET, Members, nothing_of, rank_of, wait_until
-from tierckpt.erasure.codes import Code
+from tierckpt.erasure import Code
 from tierckpt.errors import (
     LEFT_OUT,
     ConfigError,
@@ -26,9 +26,7 @@ from tierckpt.errors import (
     RefusedError,
 )
 from tierckpt.format import VersionId
-from tierckpt.peer import wire
-from tierckpt.peer.transport import Transport
-from tierckpt.peer.wire import Address, Link, own_host
+from tierckpt.peer import Address, Link, Transport, own_host, wire
 from tierckpt.testing import injected
 
 CODE = Code(3, 2, 1)

@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tierckpt.proof import recorder
-from tierckpt.proof.records import RankRun, Writer, read
-from tierckpt.proof.verdict import Request, coverage_gaps, over_epochs
+from tierckpt.proof import (
+    RankRun,
+    Request,
+    Writer,
+    coverage_gaps,
+    over_epochs,
+    read_records,
+    recorder,
+)
 
 ASKED = Request(start=0, kill_after=5, steps=10)
 SAME = {
@@ -34,7 +40,7 @@ def run_of(
         writer.state(version, {**SAME, "model/w": f"#{version}", **state})
         writer.line("passes", version=version, passes=under_way)
     writer.line("unsaved", texts=["StepLR ..."], schedulers=1)
-    return read(folder)["job"].by_rank()[0]
+    return read_records(folder)["job"].by_rank()[0]
 
 
 def one_pass(versions: int, length: int = 100) -> list[list[list[int]]]:

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cli.main import main
+from tierckpt.cli import run_command
 from tierckpt.config import load_config
-from tierckpt.coordination.proof_order import VARIABLE, ProofOrder, order_here, path_of, redirected
+from tierckpt.coordination import PROOF_VARIABLE, ProofOrder
+from tierckpt.coordination.proof_order import order_here, path_of, redirected
 from tierckpt.errors import ConfigError
-from tierckpt.proof.records import RankRun, Writer, read
-from tierckpt.proof.runs import ProveError, Run
-from tierckpt.proof.verdict import (
-    MAX_NAMES,
+from tierckpt.proof import (
     Departure,
     IncomparableError,
-    cause,
-    departure,
-    description,
+    ProveError,
+    RankRun,
+    Run,
+    Writer,
+    read_records,
 )
+from tierckpt.proof.verdict import MAX_NAMES, cause, departure, description
 
 # --- orders --------------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ from tierckpt.proof.verdict import (
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProofOrder:
     made = ProofOrder(tmp_path / "run", until=9, keep=2, kill_at=5)
     made.write()
-    monkeypatch.setenv(VARIABLE, str(made.folder))
+    monkeypatch.setenv(PROOF_VARIABLE, str(made.folder))
     return made
 
 
@@ -40,7 +41,7 @@ def test_an_order_is_found_by_its_job(order: ProofOrder) -> None:
 
 
 def test_without_one_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(PROOF_VARIABLE, raising=False)
     config = load_config({"path": "/data/ckpts"})
     assert order_here() is None
     assert redirected(config) is config
@@ -83,7 +84,7 @@ def test_a_job_with_an_unreadable_order_does_not_start(
     content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would write to the user's checkpoints."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(PROOF_VARIABLE, str(tmp_path))
     if content is not None:
         (tmp_path / "order.json").write_text(content)
     with pytest.raises(ConfigError, match="no order of `tierckpt prove` can be read"):
@@ -116,7 +117,7 @@ def runs(folder: Path, *states: dict[str, str]) -> dict[int, RankRun]:
     attached(writer)
     for version, state in enumerate(states, 1):
         writer.state(version, state)
-    return read(folder)["job"].by_rank()
+    return read_records(folder)["job"].by_rank()
 
 
 def test_runs_are_separated_and_a_torn_line_is_ignored(order: ProofOrder) -> None:
@@ -128,18 +129,18 @@ def test_runs_are_separated_and_a_torn_line_is_ignored(order: ProofOrder) -> Non
     path = order.folder / "records" / "job.r00000.jsonl"
     with path.open("ab") as file:
         file.write(b'{"kind":"state","version":2,"digest":"00","st')
-    assert [run.last for run in read(order.folder)["job"].runs[0]] == [1]
+    assert [run.last for run in read_records(order.folder)["job"].runs[0]] == [1]
     path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n")
     attached(writer)
     writer.line("restored", version=1)
     writer.state(2, {})
-    first, second = read(order.folder)["job"].runs[0]
+    first, second = read_records(order.folder)["job"].runs[0]
     assert (first.restored, first.killed, first.last) == (0, 2, 1)
     assert first.states[1].load() == SAME
     assert (second.restored, second.killed, second.last) == (1, None, 2)
-    assert read(order.folder)["job"].reached(2)
+    assert read_records(order.folder)["job"].reached(2)
     attached(Writer(order.folder, "job", 1), 1, 2)
-    assert not read(order.folder)["job"].reached(2)
+    assert not read_records(order.folder)["job"].reached(2)
 
 
 def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_loader_of_accelerate_that_was_not_resumed_is_the_usual_cause() -> Non
 def test_bad_arguments_are_one_sentence(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prove", "--dir", str(tmp_path / "proof"), *arguments]) == 2
+    assert run_command(["prove", "--dir", str(tmp_path / "proof"), *arguments]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.facts import found_at
-from tierckpt.core.levels import AGENT, LOCAL, PERSISTENT
-from tierckpt.core.restore_plan import EVERYWHERE, Found, Location, RestorePlan
+from tierckpt.core import AGENT, EVERYWHERE, LOCAL, PERSISTENT, Found, Location, RestorePlan
 from tierckpt.errors import RestoreError
 from tierckpt.format import ShardKey, VersionId
-from tierckpt.restore.shards import Failure, FaultScope
-from tierckpt.restore.verification import Candidates
+from tierckpt.restore import Candidates, Failure, FaultScope
 
 RANKS = 3
 SHARED = Location(PERSISTENT, EVERYWHERE, "/shared")

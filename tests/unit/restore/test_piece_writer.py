@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from tierckpt.format import Piece, TensorSpec, plan_layout
-from tierckpt.format.shard_file import decode_header, encode_header
-from tierckpt.restore.loader import PieceWriter
+from tierckpt.format import Piece, TensorSpec, decode_header, encode_header, plan_layout
+from tierckpt.restore import PieceWriter
 
 LENGTHS = [0, 1000, 0, 0, 24, 1024, 0]
 """Sizes in units of four bytes; empty pieces lie at borders of windows, and at the end."""

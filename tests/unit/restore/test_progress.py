@@ -8,7 +8,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from tierckpt.restore.progress import Progress
+from tierckpt.restore import Progress
 
 
 class Terminal(io.StringIO):

@@ -17,17 +17,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.peer_shards import shard_of
-from tierckpt.codecs.codec import CodecError
-from tierckpt.core.restore_plan import Location, RestorePlan, Source
+from tierckpt.codecs import CodecError
+from tierckpt.core import Location, RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format import Manifest, VersionId
-from tierckpt.format.shard_file import RankState, ShardSummary, VersionSummary, decode_header
+from tierckpt.format import (
+    Manifest,
+    RankState,
+    ShardSummary,
+    VersionId,
+    VersionSummary,
+    decode_header,
+)
 from tierckpt.group import SingleGroup
-from tierckpt.restore import shards
-from tierckpt.restore.progress import Progress
-from tierckpt.restore.rebuild import ShardBroadcaster
-from tierckpt.restore.shards import RUN_BYTES, FaultScope, Reads, ShardImage, in_file, runs_of
-from tierckpt.restore.verification import VerifiedVersion
+from tierckpt.restore import (
+    FaultScope,
+    Progress,
+    Reads,
+    ShardBroadcaster,
+    ShardImage,
+    VerifiedVersion,
+    runs_of,
+    shards,
+)
+from tierckpt.restore.shards import RUN_BYTES, in_file
 from tierckpt.restored import TransferStats
 from tierckpt.storage.persistent import PersistentError
 

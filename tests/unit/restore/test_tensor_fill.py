@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.format import TensorSpec, plan_layout
-from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
-from tierckpt.restore.loader import LARGE_BYTES, TensorPreallocator
-from tierckpt.restore.shards import Part
-from tierckpt.state import tree_codec
-from tierckpt.state.training_state import TrainingState, label_optimizers
+from tierckpt.format import ShardHeader, TensorSpec, decode_header, encode_header, plan_layout
+from tierckpt.restore import LARGE_BYTES, Part, TensorPreallocator
+from tierckpt.state import TrainingState, label_optimizers, tree_codec
 
 WIDTH = 512  # a square of float32 is four times LARGE_BYTES
 WIDEST = 3072  # larger than any allocation from the allocator's heap

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.run.preload import Learned, LearnedFile
+from tierckpt.run import Learned, LearnedFile
 
 
 @pytest.fixture

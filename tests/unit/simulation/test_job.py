@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 
-from tierckpt.core.tuning import daly_seconds
+from tierckpt.core import daly_seconds
 from tierckpt.errors import ConfigError
-from tierckpt.simulation import course as job_module
-from tierckpt.simulation.course import (
+from tierckpt.simulation import (
     Estimate,
-    Outcome,
+    Failures,
+    Job,
+    Level,
+    Nodes,
+    Restart,
+    Scenario,
     document,
     simulate,
-    student,
     with_best_intervals,
 )
-from tierckpt.simulation.scenario import Failures, Job, Level, Nodes, Restart, Scenario
+from tierckpt.simulation import course as job_module
+from tierckpt.simulation.course import Outcome, student
 
 DAY = 86400.0
 

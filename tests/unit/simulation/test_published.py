@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from tierckpt.simulation.course import Estimate, Study, simulate
-from tierckpt.simulation.scenario import EXAMPLES, Scenario, merge_trees, scenario_of
+from tierckpt.simulation import (
+    EXAMPLES,
+    Estimate,
+    Scenario,
+    Study,
+    merge_trees,
+    scenario_of,
+    simulate,
+)
 
 HOUR, DAY = 3600.0, 86400.0
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -6,16 +6,17 @@ from itertools import combinations
 
 import pytest
 
-from tierckpt.simulation.course import simulate
-from tierckpt.simulation.model import Redundancy, losses_per_second
-from tierckpt.simulation.scenario import (
+from tierckpt.simulation import (
     Bandwidth,
     Failures,
     Job,
     Level,
     Nodes,
+    Redundancy,
     Restart,
     Scenario,
+    losses_per_second,
+    simulate,
 )
 
 DAY = 86400.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierckpt.errors import ConfigError
-from tierckpt.simulation.scenario import EXAMPLES, assignments, merge_trees, read_tree, scenario_of
+from tierckpt.simulation import EXAMPLES, assignments, merge_trees, read_tree, scenario_of
 
 SMALL: dict[str, Any] = {
     "job": {"step": "1s", "state": "1GB"},

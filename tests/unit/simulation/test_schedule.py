@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.simulation.model import Rung, Schedule
+from tierckpt.simulation import Rung, Schedule
 
 STALLS = st.sampled_from([0.0, 0.001, 0.3, 7.5])
 

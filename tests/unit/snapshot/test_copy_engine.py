@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tierckpt.format import DIGEST_BYTES, digest
-from tierckpt.snapshot import copy_engine
-from tierckpt.snapshot.copy_engine import Desk, Engine, Job, Progress, Table
+from tierckpt.snapshot import Desk, Engine, Job, copy_engine
+from tierckpt.snapshot.copy_engine import Progress, Table
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tierckpt.format import PAGE_BYTES
-from tierckpt.snapshot import copy_plan
-from tierckpt.snapshot.copy_plan import CopyPlan
-from tierckpt.state.training_state import TrainingState
+from tierckpt.snapshot import CopyPlan, copy_plan
+from tierckpt.state import TrainingState
 
 KIB, MIB = 2**10, 2**20
 

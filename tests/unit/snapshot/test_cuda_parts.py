@@ -12,8 +12,7 @@ import torch
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.snapshot import cuda
 from tierckpt.snapshot.cuda import CudaLane, CudaSnapshot
-from tierckpt.state import training_state
-from tierckpt.state.training_state import TrainingState
+from tierckpt.state import TrainingState, training_state
 
 GIB = 1 << 30
 

@@ -8,17 +8,16 @@ import torch
 
 from tests.support.late_device import LateDevice
 from tierckpt.format import digest
-from tierckpt.snapshot import copy_engine, cuda
-from tierckpt.snapshot.copy_plan import CopyPlan
-from tierckpt.snapshot.cuda import DeviceCopyError, Sources
-from tierckpt.state.training_state import TrainingState
+from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine
+from tierckpt.snapshot.cuda import DeviceCopyError
+from tierckpt.state import TrainingState
 
 
 @pytest.fixture
 def device() -> LateDevice:
-    engine = copy_engine.find()
+    engine = find_engine()
     if engine is None:
-        pytest.skip(copy_engine.describe())
+        pytest.skip(describe_engine())
     return LateDevice(engine)
 
 

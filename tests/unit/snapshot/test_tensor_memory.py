@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt.snapshot import copy_engine, copy_plan, tensor_memory
+from tierckpt.snapshot import copy_plan, describe_engine, find_engine, tensor_memory
 from tierckpt.snapshot.tensor_memory import CHANGES, FLAGS, KINDS, MOVES, SAME
-from tierckpt.state import tree_codec
+from tierckpt.state import spec_of
 
 WAYS = ["memory", "methods"]
 MANY = 700
@@ -30,8 +30,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_torch_has_the_objects_and_python_the_tags() -> None:
     """Where they are missing, thousands of tensors take longer: see what has changed."""
-    if copy_engine.find() is None:
-        pytest.skip(copy_engine.describe())
+    if find_engine() is None:
+        pytest.skip(describe_engine())
     assert tensor_memory.find() is not None
     assert tensor_memory.find_tag() is not None
 
@@ -161,7 +161,7 @@ def test_one_tensor_of_a_kind_stands_for_all_of_it() -> None:
     assert len(kinds.first) < len(tensors)
     for tensor, kind in zip(tensors, kinds.of_tensor, strict=True):
         one = tensors[kinds.first[kind]]
-        assert tree_codec.spec_of(tensor, "") == tree_codec.spec_of(one, "")
+        assert spec_of(tensor, "") == spec_of(one, "")
         assert (tensor.is_conj(), tensor.is_neg()) == (one.is_conj(), one.is_neg())
         assert (tensor.device, tensor.layout) == (one.device, one.layout)
 

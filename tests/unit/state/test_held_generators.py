@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tierckpt.state.extras import MAX_MEMBERS, HeldGenerators, generator_state
+from tierckpt.state import MAX_MEMBERS, HeldGenerators, generator_state
 
 named = np.random.default_rng(1)
 """A global variable, as scripts have them."""

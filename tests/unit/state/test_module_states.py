@@ -22,11 +22,9 @@ from tests.support.state_matrix.ownstates import (
     hooked,
     take_count,
 )
-from tierckpt.checkpointer import start
+from tierckpt.checkpointer import check_state
 from tierckpt.errors import StateMismatchError, StateTornError, UnsupportedStateError
-from tierckpt.state import tree_codec
-from tierckpt.state.module_states import MODULE_STATES, ModuleStates
-from tierckpt.state.training_state import TrainingState
+from tierckpt.state import MODULE_STATES, Arena, ModuleStates, TrainingState
 
 
 @pytest.fixture
@@ -98,17 +96,17 @@ def test_a_value_that_cannot_be_stored_is_refused_with_the_modules_name(name: st
     give, why = REFUSED[name]
     model = nn.Sequential(nn.Linear(6, 6), Given(give))
     with pytest.raises(UnsupportedStateError, match=r"module '1' \(a Given\)") as caught:
-        start.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
+        check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
     assert why in str(caught.value)
     model[1].give = lambda: 1.5  # the advice: a value that can be stored, or none
-    start.check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
+    check_state(TrainingState(model, {"optimizer": optimizer_of(model)}))
 
 
 def test_a_model_without_a_state_dict_is_refused() -> None:
     model = mlp()
     model.state_dict = lambda *_, **__: ["not", "a", "dict"]
     with pytest.raises(UnsupportedStateError, match=r"the model \(a Sequential\).*returns a list"):
-        start.check_state(TrainingState(model, {}))
+        check_state(TrainingState(model, {}))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore::DeprecationWarning")
@@ -219,7 +217,7 @@ def test_nothing_is_asked_of_a_model_without_such_modules(monkeypatch: pytest.Mo
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.LSTM(6, 6))
     state = TrainingState(model, {})
     state.look_again()
-    assert state.pack_module_states(tree_codec.Arena()) == {}
+    assert state.pack_module_states(Arena()) == {}
     assert not state.module_states
     assert not asked
 
@@ -229,7 +227,7 @@ def test_a_hook_on_the_outside_asks_no_module_inside(monkeypatch: pytest.MonkeyP
     add_hooks(model, lambda _, state, *__: state.update(total=len(state)), lambda *_: None)
     state = TrainingState(model, {})
     monkeypatch.setattr(nn.Linear, "state_dict", None)
-    node = state.pack_module_states(tree_codec.Arena())[MODULE_STATES]
+    node = state.pack_module_states(Arena())[MODULE_STATES]
     assert node[""]["given"] == {"total": 7}
 
 

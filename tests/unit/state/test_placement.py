@@ -7,7 +7,7 @@ import torch
 
 from tierckpt.errors import ConfigError
 from tierckpt.format import PER_RANK
-from tierckpt.state.training_state import Placements
+from tierckpt.state import Placements
 
 
 class Model(torch.nn.Module):

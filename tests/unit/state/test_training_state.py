@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.checkpointer import start
+from tierckpt.checkpointer import shard_bytes
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.format import PER_RANK, UNIT_BYTES
-from tierckpt.snapshot.copy_plan import CopyPlan
-from tierckpt.state import process_state, training_state
-from tierckpt.state.names import unwrap
-from tierckpt.state.optimizers import refuse_model
-from tierckpt.state.training_state import TrainingState, label_optimizers
+from tierckpt.snapshot import CopyPlan
+from tierckpt.state import TrainingState, label_optimizers, load_rng, pack_rng, refuse_model, unwrap
 
 
 def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
@@ -157,7 +154,7 @@ def test_room_is_asked_for_before_an_optimizer_has_its_state(make: Any) -> None:
         return model, make(model.parameters(), lr=0.1)
 
     model, optimizer = new()
-    estimated = start.shard_bytes(TrainingState(model, {"o": optimizer}), 1)
+    estimated = shard_bytes(TrainingState(model, {"o": optimizer}), 1)
     found = trained(*new())
     taken = CopyPlan(found, found.walk(), 0, 1).layout.nbytes
     assert estimated == pytest.approx(taken, abs=2 * UNIT_BYTES)
@@ -174,7 +171,7 @@ def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> 
     kept = [f"optimizer0/0.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")]
     assert own == {"model/0.weight", *kept}
     taken = [CopyPlan(found, found.walk(), rank, ranks).layout.nbytes for rank in range(ranks)]
-    assert start.shard_bytes(found, ranks) == pytest.approx(max(taken), abs=2 * UNIT_BYTES)
+    assert shard_bytes(found, ranks) == pytest.approx(max(taken), abs=2 * UNIT_BYTES)
 
 
 def test_a_change_during_a_copy_is_named() -> None:
@@ -364,17 +361,17 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.fixture
 def streams_put_back() -> Any:
-    saved = process_state.pack_rng()
+    saved = pack_rng()
     yield
-    process_state.load_rng(saved)
+    load_rng(saved)
 
 
 @pytest.mark.usefixtures("streams_put_back")
 def test_all_random_streams_are_taken_up_where_they_were() -> None:
     draws()  # odd numbers of normal deviates: the second of a pair is kept for later
-    saved = process_state.pack_rng()
+    saved = pack_rng()
     expected = [draws() for _ in range(3)]
-    assert process_state.load_rng(saved) == []
+    assert load_rng(saved) == []
     assert [draws() for _ in range(3)] == expected
 
 
@@ -410,10 +407,10 @@ def test_the_stream_of_the_device_that_trains_goes_along(
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: torch.tensor([i], dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "set_rng_state", put)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if saved_on is None else devices)
-    saved = process_state.pack_rng(device(saved_on))
+    saved = pack_rng(device(saved_on))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    problems = process_state.load_rng(saved, device(loaded_on))
+    problems = load_rng(saved, device(loaded_on))
     assert found == set_
     assert problems == (
         ["RNG of 4 CUDA devices was saved, this process has 1"] if saved_on is None else []
@@ -427,7 +424,7 @@ def test_looking_does_not_draw() -> None:
     np.random.seed(5)
     found = []
     for _ in range(4):
-        process_state.pack_rng()
+        pack_rng()
         found.append(np.random.rand())
     assert found == expected
 
@@ -437,12 +434,12 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
     np.random.seed(5)
     np.random.randn()
     np.random.randn()
-    process_state.pack_rng()  # none is kept now
+    pack_rng()  # none is kept now
     np.random.seed(5)
     np.random.randn()  # one is kept, with the generator where it was before
-    saved = process_state.pack_rng()
+    saved = pack_rng()
     expected = np.random.randn()
-    process_state.load_rng(saved)
+    load_rng(saved)
     assert np.random.randn() == expected
 
 
@@ -456,8 +453,6 @@ def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_
         for param in model.parameters():
             made = {key: torch.zeros(() if key == "step" else param.shape) for key in keys}
             optimizer.state[param] = made
-        taken = training_state.TrainingState(
-            model, training_state.label_optimizers(optimizer), None, None
-        )
+        taken = TrainingState(model, label_optimizers(optimizer), None, None)
         names.append([name for name, _, _ in taken.entries(taken.walk())])
     assert names[0] == names[1]

@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from tests.support.exact import image
 from tierckpt.errors import FormatError, UnsupportedStateError
-from tierckpt.state import tree_codec
-from tierckpt.state.training_state import FileWindows, KeptFile, RoutedState
-from tierckpt.storage.routed import end_without, files_at_end
+from tierckpt.state import FileWindows, KeptFile, RoutedState, tree_codec
+from tierckpt.storage import end_without, files_at_end
 
 
 def encoded(node: Any, arena: tree_codec.Arena) -> bytes:

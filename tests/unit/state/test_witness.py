@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt.state.witness import Comparison, Fingerprint, difference, fingerprint
+from tierckpt.state import Comparison, Fingerprint, batch_fingerprint, witness_difference
 
 Pair = namedtuple("Pair", "image target")
 
@@ -64,24 +64,26 @@ def made(number: float = 0) -> dict[str, Any]:
 
 def seen(batch: Any) -> Fingerprint:
     """As it comes back from a checkpoint."""
-    packed = fingerprint(batch).packed()
+    packed = batch_fingerprint(batch).packed()
     return Fingerprint.unpacked(json.loads(json.dumps({**packed, "on_device": []})))
 
 
 def test_equal_batches_have_equal_fingerprints_and_each_field_counts() -> None:
     one, other = made(), made(0.5)
-    assert difference(seen(one), fingerprint(made())) == ""
+    assert witness_difference(seen(one), batch_fingerprint(made())) == ""
     without_content = {"empty", "other", "paths"}
     for name, value in one.items():
-        text = difference(seen(value), fingerprint(other[name]))
+        text = witness_difference(seen(value), batch_fingerprint(other[name]))
         assert bool(text) == (name not in without_content), (name, text)
 
 
 def test_each_sample_of_a_large_batch_counts() -> None:
     ids = torch.arange(64 * 600).reshape(64, 600)
-    before = fingerprint(ids)
+    before = batch_fingerprint(ids)
     for sample in range(64):
-        assert difference(before, fingerprint(ids.index_fill(0, torch.tensor(sample), 7)))
+        assert witness_difference(
+            before, batch_fingerprint(ids.index_fill(0, torch.tensor(sample), 7))
+        )
 
 
 def image(number: int = 0, rows: int = 8) -> torch.Tensor:
@@ -109,18 +111,20 @@ def image(number: int = 0, rows: int = 8) -> torch.Tensor:
     ],
 )
 def test_differences_are_text(had: Any, has: Any, said: str) -> None:
-    found = difference(seen(had), fingerprint(has))
+    found = witness_difference(seen(had), batch_fingerprint(has))
     assert said in found
     assert bool(said) == bool(found)
 
 
 def test_causes_follow_from_the_difference() -> None:
     same, other = {"a {b}": image(), "c": image()}, {"a {b}": image(), "c": image(1)}
-    text = Comparison(differences=[difference(seen(same), fingerprint(other))], epoch=2).text()
+    text = Comparison(
+        differences=[witness_difference(seen(same), batch_fingerprint(other))], epoch=2
+    ).text()
     assert "batch['c'] differs, and batch['a {b}'] is the same. Usual causes, the likel" in text
     assert text.index("has changed") < text.index("from a generator that Tierckpt did not find")
-    had = fingerprint(image()).with_indices([1])
-    text = difference(had, fingerprint(image(1)).with_indices([1]))
+    had = batch_fingerprint(image()).with_indices([1])
+    text = witness_difference(had, batch_fingerprint(image(1)).with_indices([1]))
     text = Comparison(differences=[text], epoch=2).text()
     assert text.index("has changed") > text.index("from a generator that Tierckpt did not find")
     text = Comparison(differences=["another length, {x}"], epoch=2).text()
@@ -129,24 +133,29 @@ def test_causes_follow_from_the_difference() -> None:
 
 
 def test_indices_tell_other_samples_from_other_augmentation() -> None:
-    had = fingerprint(image()).with_indices([1, 5, 2, 9, 3])
-    text = difference(had, fingerprint(image(1)).with_indices([1, 5, 2, 9, 3]))
+    had = batch_fingerprint(image()).with_indices([1, 5, 2, 9, 3])
+    text = witness_difference(had, batch_fingerprint(image(1)).with_indices([1, 5, 2, 9, 3]))
     assert text == "other augmentation: the samples have the same indices, and the batch differs"
-    text = difference(had, fingerprint(image(1)).with_indices([1, 5, 2, 9, 4]))
+    text = witness_difference(had, batch_fingerprint(image(1)).with_indices([1, 5, 2, 9, 4]))
     assert text == "other samples: the batch had the indices 1, 5, 2, 9, ..., now 1, 5, 2, 9, ..."
-    many = fingerprint(image()).with_indices([*range(5000)])
-    assert difference(many, fingerprint(image()).with_indices([*range(1, 5001)]))
-    assert difference(fingerprint(image()), fingerprint(image()).with_indices([1])) == ""
+    many = batch_fingerprint(image()).with_indices([*range(5000)])
+    assert witness_difference(many, batch_fingerprint(image()).with_indices([*range(1, 5001)]))
+    assert (
+        witness_difference(batch_fingerprint(image()), batch_fingerprint(image()).with_indices([1]))
+        == ""
+    )
 
 
 def test_a_sample_on_a_device_is_kept_until_it_is_needed() -> None:
     """Meta tensors have no data; here, samples of a device stand beside the rows."""
-    had, has = fingerprint(image()), fingerprint(image())
+    had, has = batch_fingerprint(image()), batch_fingerprint(image())
     for found, value in ((had, 1.0), (has, 2.0)):
         found.rows[0][2], found.on_device = "device", [torch.tensor([value])]
-    assert "the batch differs" in difference(had, has)
-    assert difference(had, Fingerprint(has.rows, had.on_device)) == ""
-    assert difference(had, fingerprint(image(3))) == "", "a sample is not all of its bytes"
+    assert "the batch differs" in witness_difference(had, has)
+    assert witness_difference(had, Fingerprint(has.rows, had.on_device)) == ""
+    assert witness_difference(had, batch_fingerprint(image(3))) == "", (
+        "a sample is not all of its bytes"
+    )
 
 
 def test_a_batch_that_cannot_be_read_is_no_error() -> None:
@@ -158,9 +167,9 @@ def test_a_batch_that_cannot_be_read_is_no_error() -> None:
             raise KeyError
 
     batch = {"image": image(), "broken": Broken([1]), "target": image(1)}
-    paths = {path: kind for path, kind, _ in fingerprint(batch).rows}
+    paths = {path: kind for path, kind, _ in batch_fingerprint(batch).rows}
     assert paths["['broken']"] == "unreadable: KeyError"
-    assert difference(fingerprint(batch), fingerprint(batch)) == ""
-    assert "batch['target'] differs" in difference(
-        fingerprint(batch), fingerprint({**batch, "target": image()})
+    assert witness_difference(batch_fingerprint(batch), batch_fingerprint(batch)) == ""
+    assert "batch['target'] differs" in witness_difference(
+        batch_fingerprint(batch), batch_fingerprint({**batch, "target": image()})
     )

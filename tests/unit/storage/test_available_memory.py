@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.storage.health import Room, memory_room
+from tierckpt.storage import Room, memory_room
 
 MIB = 1 << 20
 

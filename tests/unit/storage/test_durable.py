@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage import durable
-from tierckpt.storage.health import Need, check_directory
-from tierckpt.storage.local import LocalStore
-from tierckpt.storage.persistent.backends import PosixBackend
+from tierckpt.storage import LocalStore, Need, check_directory, durable
+from tierckpt.storage.persistent import PosixBackend
 
 Calls = list[tuple[str, str]]
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tierckpt import _faults
-from tierckpt.cli.main import main
-from tierckpt.storage import health
-from tierckpt.storage.health import PROBE_BYTES, Need, check_directory, check_memory, examine
+from tierckpt.cli import run_command
+from tierckpt.storage import PROBE_BYTES, Need, check_directory, check_memory, size_text
+from tierckpt.storage.health import examine
 
 POINTS = ["room", "write", "read"]
 
@@ -115,7 +115,7 @@ def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
 
 
 def test_sizes() -> None:
-    assert [health.size_text(n) for n in (0, 1023, 1536, 2**41)] == [
+    assert [size_text(n) for n in (0, 1023, 1536, 2**41)] == [
         "0 bytes",
         "1023 bytes",
         "1.5 KiB",
@@ -127,13 +127,13 @@ def test_the_command_is_for_prologue_scripts(
     place: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TIERCKPT_NODE", "node17")
-    assert main(["health", str(place), "/dev/shm", "--free", "1K", "--memory", "1M"]) == 0
+    assert run_command(["health", str(place), "/dev/shm", "--free", "1K", "--memory", "1M"]) == 0
     assert capsys.readouterr().out == f"node node17 is well: {place}, /dev/shm\n"
-    assert main(["health", str(place), str(place / "gone"), "--free", "8000P"]) == 1
+    assert run_command(["health", str(place), str(place / "gone"), "--free", "8000P"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"tierckpt: node node17: {place}: ")
     assert f"\nnode node17: {place / 'gone'}: there is no directory " in said
-    assert main(["health", str(place), "--free", "plenty"]) == 1
+    assert run_command(["health", str(place), "--free", "plenty"]) == 1
     assert "'plenty' is not a size" in capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_the_command_is_for_prologue_scripts(
 def test_the_command_refuses_an_invalid_time(
     seconds: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["health", str(place), "--seconds", seconds]) == 1
+    assert run_command(["health", str(place), "--seconds", seconds]) == 1
     assert "must be from 0.1 to 86400 (a day)" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.storage.durable import MappedFile
+from tierckpt.storage import MappedFile
 
 PAGES = 300
 SIZE = PAGES * mmap.PAGESIZE + 17

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 
 from tests.support.facts import facts_of
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError
-from tierckpt.format.ids import Groups, SharedPlaces, VersionId, parse_run, run_name
-from tierckpt.format.records import ShardRecord, decode_shards, encode_shards, seal, unseal
+from tierckpt.format import (
+    Groups,
+    ShardRecord,
+    SharedPlaces,
+    VersionId,
+    decode_shards,
+    encode_shards,
+    parse_run,
+    run_name,
+    seal,
+    unseal,
+)
 from tierckpt.storage.persistent import (
     FlushPacer,
     Throttle,

@@ -12,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.storage.persistent import PersistentError, RetryPolicy
-from tierckpt.storage.persistent.backend import RetryingBackend, advice, is_transient, lacks_room
-from tierckpt.storage.persistent.backends import PosixBackend, open_backend
+from tierckpt.storage.persistent import (
+    PersistentError,
+    PosixBackend,
+    RetryingBackend,
+    RetryPolicy,
+    advice,
+    is_transient,
+    lacks_room,
+    open_backend,
+)
 
 
 class AnswerError(Exception):

@@ -24,8 +24,7 @@ from horovod_log import cause, progress, telling_lines
 from horovod_target import BYTES_PER_JOB, NotPossible, Target, job_count, mpi_name
 
 from tests.support import horovod_here
-from tierckpt.doctor import probes
-from tierckpt.doctor.probes import Horovod, understand
+from tierckpt.doctor import Horovod, probes, understand
 
 TARGET = Target("cpython-311", "2.13.0+cpu", True, "openmpi-4.1.4", "x86_64")
 WORKS = Horovod(version="0.28.1", transports=("gloo", "mpi"))

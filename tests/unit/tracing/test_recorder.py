@@ -19,10 +19,9 @@ from tierckpt.config import Config
 from tierckpt.errors import ConfigError
 from tierckpt.events import Event, EventLog
 from tierckpt.testing import TinyJob
+from tierckpt.tracing import Span, Trace, open_trace, read_entries, read_trace
 from tierckpt.tracing import recorder as trace_module
-from tierckpt.tracing.recorder import Trace, label, layer_of, open_trace
-from tierckpt.tracing.timeline import Span
-from tierckpt.tracing.traces import read_entries, read_trace
+from tierckpt.tracing.recorder import label, layer_of
 
 MEMORY_ONLY: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0.0}
 

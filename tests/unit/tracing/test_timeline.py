@@ -11,23 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.tracing.timeline import (
+from tierckpt.tracing import (
     Interval,
     Span,
     Stats,
     Timeline,
     TimelineError,
+    agreement,
     hidden,
     intersection,
     lanes,
     length,
     overlap,
+    read_entries,
+    read_horovod,
     size_buckets,
     summarize,
     union,
     update_gaps,
+    write_traces,
 )
-from tierckpt.tracing.traces import agreement, read_entries, read_horovod, write
 
 # --- intervals -----------------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ def test_nothing_at_all_is_all_zero() -> None:
 def test_merged_every_rank_has_its_rows_and_nothing_is_lost(
     timeline: Timeline, tmp_path: Path
 ) -> None:
-    write(timeline, tmp_path / "out.json")
+    write_traces(timeline, tmp_path / "out.json")
     content = json.loads((tmp_path / "out.json").read_text())
     events = [e for e in content["traceEvents"] if e["ph"] != "M"]
     named = [e for e in content["traceEvents"] if e["name"] == "thread_name"]
@@ -205,7 +208,7 @@ def test_a_rank_without_allreduces_is_shown_those_of_rank_0(tmp_path: Path) -> N
     found = Timeline()
     found.add(step(0, 0, 0))
     found.add(s for s in step(1, 0, 0) if s.kind != "allreduce")
-    write(found, tmp_path / "out.json")
+    write_traces(found, tmp_path / "out.json")
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     assert [e["pid"] for e in events if e.get("cat") == "allreduce"] == [0, 0, 1, 1]
     assert hidden(found, 1).communication_us == 150
@@ -234,7 +237,7 @@ def test_an_allreduce_is_launched_when_the_rank_asked(releases: list[int], launc
 
 def test_a_merge_into_a_missing_folder_is_reported(timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(TimelineError, match=r"cannot write .*nowhere/out.json: No such file"):
-        write(timeline, tmp_path / "nowhere" / "out.json")
+        write_traces(timeline, tmp_path / "nowhere" / "out.json")
 
 
 # --- files as they are found ---------------------------------------------------------------------

@@ -13,8 +13,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from rich.console import Console
 
-from tierckpt.watch.drawing import clock, drawn, span
-from tierckpt.watch.view import (
+from tierckpt.watch import (
     AgentView,
     EventsView,
     Incident,
@@ -25,6 +24,9 @@ from tierckpt.watch.view import (
     Slow,
     View,
     Work,
+    clock,
+    drawn,
+    span,
 )
 
 NOW = 1_800_000_000.0

@@ -9,9 +9,8 @@ import pytest
 
 from tests.support.event_stream import EventStream
 from tierckpt.events import EventLog
-from tierckpt.watch import observer
+from tierckpt.watch import EventsView, observer
 from tierckpt.watch.observer import EventTails
-from tierckpt.watch.view import EventsView
 
 STALLS = {0: 0.001, 1: 0.001, 2: 0.050, 3: 0.002}
 

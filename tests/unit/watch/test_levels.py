@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.agent.protocol import LevelStatus
+from tierckpt.agent import LevelStatus
 from tierckpt.format import VersionId
-from tierckpt.offline.catalog import Row
-from tierckpt.watch.observer import level_views, restart_of, steps_per_second
-from tierckpt.watch.view import LevelView
+from tierckpt.offline import Row
+from tierckpt.watch import LevelView, level_views, restart_of, steps_per_second
 
 NOW = 1000.0
 

@@ -14,26 +14,10 @@ from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
 from tierckpt.format.ids import VersionName
 from tierckpt.format.records import VersionManifest
 
-from .backend import FlushPacer, RetryPolicy, Throttle, TimeSlots
-from .lease import Lease
+from .backend import WINDOW_BYTES, Content, FlushPacer, RetryPolicy, RetryingBackend, SystemClock
+from .backend import Throttle, TimeSlots, advice, is_transient, lacks_room
+from .backends import PosixBackend, open_backend
+from .lease import LEASE_SECONDS, Lease, LeaseKeeper, LeaseRecord
+from .object_stores import ObstoreBackend
 from .shards import ShardReader, ShardSource
 from .store import FlushResult, PersistentStore
-
-__all__ = [
-    "FlushCancelledError",
-    "FlushPacer",
-    "FlushResult",
-    "HeldVersion",
-    "Lease",
-    "LeaseHeldError",
-    "PersistentError",
-    "PersistentStore",
-    "RetentionPolicy",
-    "RetryPolicy",
-    "ShardReader",
-    "ShardSource",
-    "Throttle",
-    "TimeSlots",
-    "VersionManifest",
-    "VersionName",
-]

@@ -10,23 +10,25 @@ from typing import Any
 import pytest
 
 from tests.support.facts import facts_of
-from tierckpt.agent.address import AgentSettings
-from tierckpt.agent.client import AgentClient
-from tierckpt.agent.protocol import FlushOrder, SessionSettings
-from tierckpt.checkpointer.levels import Backlog, Promotion, flush_order
+from tierckpt.agent import AgentClient, AgentSettings, FlushOrder, SessionSettings
+from tierckpt.checkpointer import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.ballots import GroupBallots
-from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.peers import PeerSetup
-from tierckpt.coordination.settings_check import JobTopology
-from tierckpt.core.decisions import QUIET_SECONDS, VOTE_WIDTH
-from tierckpt.core.levels import BROKEN, DONE, INTERVALS, LOCAL, MEMORY, PEER, PERSISTENT
-from tierckpt.core.retention import Best
-from tierckpt.format.ids import Lineage, VersionId
+from tierckpt.coordination import Agreement, GroupBallots, JobHistory, JobTopology, PeerSetup
+from tierckpt.core import (
+    BROKEN,
+    DONE,
+    INTERVALS,
+    LOCAL,
+    MEMORY,
+    PEER,
+    PERSISTENT,
+    QUIET_SECONDS,
+    VOTE_WIDTH,
+    Best,
+)
+from tierckpt.format import Lineage, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.storage.job_directory import JobDirectory
-from tierckpt.storage.local import LocalStore
+from tierckpt.storage import JobDirectory, LocalStore
 
 
 class Client(AgentClient):

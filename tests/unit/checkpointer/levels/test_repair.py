@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.support.facts import found_at, parity_at
-from tierckpt.checkpointer.levels import parities_to_mend, shards_to_mend, was_lost
-from tierckpt.core.levels import AGENT
-from tierckpt.core.restore_plan import (
-    EVERYWHERE,
-    Found,
-    FoundParity,
-    Location,
-    RestorePlan,
-    plan_restore,
-)
-from tierckpt.erasure.codes import Code
-from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.checkpointer import parities_to_mend, shards_to_mend, was_lost
+from tierckpt.core import AGENT, EVERYWHERE, Found, FoundParity, Location, RestorePlan, plan_restore
+from tierckpt.erasure import Code, RedundancyGroup
 from tierckpt.format import ParityKey, ShardKey, VersionId
 
 ID = VersionId(1, 5)

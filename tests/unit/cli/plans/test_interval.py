@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli.arguments import duration
-from tierckpt.cli.main import main
-from tierckpt.cli.plans import observe, read_events
+from tierckpt.cli import duration, observe, read_events, run_command
 from tierckpt.events import EventLog
 
 
 def said(capsys: pytest.CaptureFixture[str], *line: str) -> str:
-    assert main(["interval", *line]) == 0
+    assert run_command(["interval", *line]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *line: str) -> str:
-    assert main(["interval", *line]) == 1
+    assert run_command(["interval", *line]) == 1
     return capsys.readouterr().err
 
 
@@ -164,7 +162,7 @@ def test_missing_events_are_named(line: str, what: str, capsys: pytest.CaptureFi
 
 def test_a_step_that_never_ends_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["interval", "--step", "inf", "--level", "memory", "2ms", "6h"])
+        run_command(["interval", "--step", "inf", "--level", "memory", "2ms", "6h"])
     assert "'inf' is not a finite time of 0 or more" in capsys.readouterr().err
 
 

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.event_stream import EventStream
-from tierckpt.cli.main import main
-from tierckpt.simulation.scenario import EXAMPLES, TABLES, Level
+from tierckpt.cli import run_command
+from tierckpt.simulation import EXAMPLES, TABLES, Level
 
 ROOT = Path(__file__).resolve().parents[4]
 
 
 def said(capsys: pytest.CaptureFixture[str], *line: str | Path) -> str:
-    assert main(["simulate", *map(str, line)]) == 0
+    assert run_command(["simulate", *map(str, line)]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *line: str | Path) -> str:
-    assert main(["simulate", *map(str, line)]) == 1
+    assert run_command(["simulate", *map(str, line)]) == 1
     return capsys.readouterr().err
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.event_stream import EventStream
-from tierckpt.cli import plans
-from tierckpt.cli.main import main
-from tierckpt.goodput.account import CATEGORIES, document
+from tierckpt.cli import observe, read_events, run_command
+from tierckpt.goodput import CATEGORIES, document
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -39,12 +38,12 @@ def events(tmp_path: Path) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *line: str) -> str:
-    assert main(["goodput", *line]) == 0
+    assert run_command(["goodput", *line]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *line: str) -> str:
-    assert main(["goodput", *line]) == 1
+    assert run_command(["goodput", *line]) == 1
     return capsys.readouterr().err
 
 
@@ -63,12 +62,12 @@ def test_tables(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_of_the_advice_works(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["interval", "--events", str(events), "--step", "2s"]) == 0
+    assert run_command(["interval", "--events", str(events), "--step", "2s"]) == 0
     assert "memory_every_steps=" in capsys.readouterr().out
 
 
 def test_records_do_not_shorten_a_restart(events: Path) -> None:
-    job = plans.observe(*plans.read_events([events]))
+    job = observe(*read_events([events]))
     # From the last event before the failure, at 26, to the end of the restore, at 47.
     assert job.levels["memory"].restart_seconds == pytest.approx(21.0)
 

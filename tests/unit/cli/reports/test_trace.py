@@ -11,19 +11,22 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli import main
-from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
-from tierckpt.tracing.timeline import (
+from tierckpt.cli import run_command
+from tierckpt.tracing import (
+    ALLREDUCE,
+    COPIER,
     MAX_ROWS,
+    TRAINING,
     TREE_ROW,
     Span,
     Timeline,
     TimelineError,
+    Trace,
+    load_traces,
     rows_of_step,
     step_of,
     typical_version,
 )
-from tierckpt.tracing.traces import load
 
 US = 1e-6
 
@@ -57,7 +60,7 @@ def traces(tmp_path: Path) -> list[str]:
 
 
 def test_a_summary_says_the_numbers(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["trace", "summary", "--ours", *traces]) == 0
+    assert run_command(["trace", "summary", "--ours", *traces]) == 0
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines()]
     assert ["1 KiB to 4 KiB", "6", "0.200", "0.200", "0.200", "0.200"] in rows
@@ -69,10 +72,10 @@ def test_a_summary_says_the_numbers(traces: list[str], capsys: pytest.CaptureFix
 def test_a_summary_can_leave_out_the_first_steps(
     traces: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["trace", "summary", "--from-version", "3", "--ours", *traces]) == 0
+    assert run_command(["trace", "summary", "--from-version", "3", "--ours", *traces]) == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
     assert [row[2].strip() for row in rows if row[1:] and row[1].strip() == "barrier"] == ["2"]
-    assert main.main(["trace", "summary", "--from-version", "9", "--ours", *traces]) == 1
+    assert run_command(["trace", "summary", "--from-version", "9", "--ours", *traces]) == 1
     assert "no boundary of v9" in capsys.readouterr().err
 
 
@@ -80,7 +83,7 @@ def test_a_merge_is_one_file(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "merged.json"
-    assert main.main(["trace", "merge", str(out), "--ours", *traces]) == 0
+    assert run_command(["trace", "merge", str(out), "--ours", *traces]) == 0
     events = json.loads(out.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     assert "merged.json: 38 spans of 2 rank(s)" in capsys.readouterr().out
@@ -96,7 +99,7 @@ def test_bad_input_is_named(
         ([traces[0], traces[0]], "both of rank 0"),
         ([*traces, "--horovod", traces[0]], "has no start time"),
     ):
-        assert main.main(["trace", "summary", "--ours", *files]) == 1
+        assert run_command(["trace", "summary", "--ours", *files]) == 1
         said = capsys.readouterr().err
         assert problem in said
         assert said.startswith("tierckpt: ")
@@ -116,7 +119,7 @@ def test_a_timeline_of_another_run_is_refused(
     ]
     (tmp_path / "h.json").write_text(json.dumps(entries))
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
-    assert main.main(command) == 1
+    assert run_command(command) == 1
     assert "give files of one run" in capsys.readouterr().err
 
 
@@ -129,7 +132,7 @@ def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
         trace.name_reductions({})
         trace.close()
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
-    assert main.main(command) == 1
+    assert run_command(command) == 1
     assert "h.json has no reductions of these ranks" in capsys.readouterr().err
 
 
@@ -162,7 +165,7 @@ def test_many_layers_are_drawn_by_their_parent_modules() -> None:
 
 
 def test_each_ranks_own_state_has_a_row_of_its_own(tmp_path: Path) -> None:
-    timeline = load([write_trace(tmp_path, 0)], None)
+    timeline = load_traces([write_trace(tmp_path, 0)], None)
     step = step_of(timeline, 0, 2)
     assert [s.layers for s in step if s.kind == "tree"] == [(TREE_ROW,)]
     rows = rows_of_step([*spans_of([f"p{i}" for i in range(MAX_ROWS - 1)]), *step])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tierckpt.erasure.groups import Scheme, plan_groups
-from tierckpt.journal.copies import neighbours
+from tierckpt.erasure import Scheme, plan_groups
+from tierckpt.journal import neighbours
 
 
 def test_every_journal_has_one_copy_on_another_node() -> None:

@@ -12,12 +12,10 @@ import torch
 
 from tierckpt.errors import PeerError
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionFacts, VersionId
-from tierckpt.journal import copies
+from tierckpt.journal import MAX_WAITING, CopiedTree, Image, SegmentName, copies
 from tierckpt.journal.copies import Keeper, SmallStateReceiver, SmallStateSender
-from tierckpt.journal.segments import SegmentName
-from tierckpt.journal.steps import CopiedTree, Image
-from tierckpt.journal.writer import CLOSE_SECONDS, MAX_WAITING, Draft, last_frame
-from tierckpt.peer.wire import reach
+from tierckpt.journal.writer import CLOSE_SECONDS, Draft, last_frame
+from tierckpt.peer import reach
 
 SECRET = b"of this run"
 RANKS, SENDER, KEEPER = 3, 1, 2

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tierckpt.run.coordinator import Coordinator, End, Finish, Leave, Start, describe
+from tierckpt.run import Coordinator, End, Finish, Leave, Start, describe_end
 
 KILLED = End(signal.SIGKILL, "boundary", passed_boundary=True)
 FAILED = End(1 << 8, "attach")
@@ -125,6 +125,6 @@ def test_a_lost_node_uses_up_an_attempt() -> None:
 
 
 def test_ends_as_text() -> None:
-    assert describe(9) == "was killed by SIGKILL"
-    assert describe(3 << 8) == "ended with status 3"
-    assert describe(int(signal.SIGRTMIN) + 5).startswith("was killed by signal")
+    assert describe_end(9) == "was killed by SIGKILL"
+    assert describe_end(3 << 8) == "ended with status 3"
+    assert describe_end(int(signal.SIGRTMIN) + 5).startswith("was killed by signal")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierckpt.run.launcher import Place, place_of
-from tierckpt.run.meeting import Meeting, enter, meeting_of, needs_own
+from tierckpt.run import Meeting, Place, meeting_of, place_of
+from tierckpt.run.meeting import enter, needs_own
 
 TORCHRUN = {
     "RANK": "3",

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tierckpt.run.coordinator import Spares
-from tierckpt.run.launcher import place_of, slot_of, take_place
-from tierckpt.run.meeting import Connection
+from tierckpt.run import Connection, Spares, place_of, slot_of, take_place
 
 
 @pytest.fixture
