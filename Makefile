@@ -99,12 +99,15 @@ overlap: horovod
 spares: $(READY)
 	$(PY) examples/spares/experiment.py
 
-# Horovod's build, minutes at the first time, is beside the tests that do not need it.
+# Horovod's build, minutes at the first time, is beside the tests that do not need it. Where it is there, with
+# MPI, all tests are one run: a second one would import torch and all tests again, in each worker.
 test: s3-for-tests
 	@echo '[test] all tiers: unit and store, then dist, crash and gpu. Half an hour on two idle cores, and'
 	@echo '[test] more beside other work. make test-quick holds the promises in two minutes; make test-unit'
 	@echo '[test] is the shortest tier.'
-	@mkdir -p build; $(MAKE) --no-print-directory horovod-for-tests >build/horovod.log 2>&1 & horovod=$$!; \
+	@if [ -z "$$HOROVOD_WITHOUT_MPI" ] && $(PY) tools/make_horovod.py --check 2>&1 | grep 'mpi works$$'; then \
+	exec $(PYTEST); fi; mkdir -p build; \
+	$(MAKE) --no-print-directory horovod-for-tests >build/horovod.log 2>&1 & horovod=$$!; \
 	trap 'kill $$horovod 2>/dev/null; exit 130' INT TERM; \
 	$(PYTEST) tests/unit tests/store; first=$$?; \
 	echo '[test] that were the first two tiers (exit status '$$first'); now the others'; \

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.horovod_here import horovod_missing
+from tests.support.warm_python.servers import PYTHON
 
 HEAVY = ("torch", "numpy")
 
@@ -96,10 +97,10 @@ assert TorchState is horovod_ckpt.elastic.TorchState
 
 
 @pytest.mark.parametrize("name", ["ddp", "horovod"])
-def test_an_adapter_has_a_second_name(name: str) -> None:
+def test_an_adapter_has_a_second_name(name: str, warm_python: None) -> None:
     if name == "horovod" and (why := horovod_missing()):
         pytest.skip(why)
     program = SECOND_NAMES + (MODULES if name == "horovod" else "")
     program = program.replace("ADAPTER", f"{name}_ckpt").replace("NAME", name)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

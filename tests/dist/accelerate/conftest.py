@@ -16,7 +16,7 @@ from tests.support.frameworks.fixtures import MakeJob, Undisturbed, jobs_of, und
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     pytest.importorskip("accelerate", exc_type=ImportError)
     log = tmp_path_factory.mktemp("accelerate") / "zygote.log"
-    made = Zygote(log, "tests.support.accelerate.job")
+    made = Zygote(log, "tests.support.accelerate.job", "peft")
     yield made
     made.close()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.testing import free_ports
 
 pytest.importorskip("prometheus_client")
@@ -60,11 +60,12 @@ def test_one_rank_exports_and_its_successor_continues(tmp_path: Path, shm_dir: P
     port, script = free_ports(1)[0], tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("--max-restarts", "1", "-m", "tierckpt.run", str(script), str(tmp_path), str(port)),
     ]
     environment = {
         **os.environ,
+        **THROUGHOUT,
         "TIERCKPT_SHM_DIR": str(shm_dir),
         "TIERCKPT_EXPORT": f"prometheus 127.0.0.1:{port}, prometheus {tmp_path}/job.prom",
     }

@@ -10,13 +10,14 @@ import pytest
 from tests.support.crash.launcher import Zygote
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed, jobs_of, undisturbed_by
 from tests.support.lightning.scenario import Scenario
+from tests.support.warm_python.servers import LIGHTNING
 
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     pytest.importorskip("lightning", exc_type=ImportError)
     log = tmp_path_factory.mktemp("lightning") / "zygote.log"
-    made = Zygote(log, "tests.support.lightning.job")
+    made = Zygote(log, "tests.support.lightning.job", "peft", environment=LIGHTNING)
     yield made
     made.close()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python.servers import LIGHTNING, PYTHON
 
 SCRIPT = """
 import sys
@@ -74,6 +76,7 @@ assert f"started with v{3 * BATCHES}" in text, text
 
 def test_a_further_fold_is_refused_and_a_trainer_continues(tmp_path: Path, shm_dir: Path) -> None:
     pytest.importorskip("lightning", exc_type=ImportError)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "ckpts"), str(shm_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    command = [PYTHON, "-c", SCRIPT, str(tmp_path / "ckpts"), str(shm_dir)]
+    environment = {**os.environ, **LIGHTNING}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr

@@ -15,7 +15,7 @@ from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run, attempts
 from tests.support.frameworks.scenario import VARIABLE, Scenario
-from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tests.support.warm_python.servers import LIGHTNING, PYTHON, THROUGHOUT
 from tierckpt.testing import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +36,7 @@ def launch(
         env={
             **quiet_environment(),
             **THROUGHOUT,
+            **LIGHTNING,
             VARIABLE: scenario.to_json(),
             **(environment or {}),
         },
@@ -104,6 +105,7 @@ def test_with_the_variable_set_an_unchanged_script_has_checkpoints(
     scenario = replace(make_job(ranks=1, package=package).scenario, settings=None)
     variables = {**installed, "TIERCKPT_PATH": str(tmp_path / "own")}
     variables["TIERCKPT_HALT_EXIT_STATUS"] = "75"
+    variables["WARM_PYTHON_FRAMEWORK"] = package
     scenario = replace(scenario, signal="backward:0:8")
     assert launch([PYTHON, str(SCRIPT)], scenario, variables).returncode == 75
     assert Run(scenario).lines()[-1]["kind"] == "trained"  # the Trainer's end, not the script's
@@ -146,6 +148,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         done = subprocess.run(
             [PYTHON, "-c", before + block + after + of_fabric + end],
             cwd=tmp_path,
+            env={**os.environ, **LIGHTNING},
             capture_output=True,
             text=True,
         )

@@ -10,6 +10,7 @@ import pytest
 from tests.support.crash.launcher import Zygote
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed, jobs_of, undisturbed_by
 from tests.support.transformers.scenario import Scenario
+from tests.support.warm_python.servers import TRANSFORMERS
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +18,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     pytest.importorskip("transformers", exc_type=ImportError)
     pytest.importorskip("accelerate", exc_type=ImportError)
     log = tmp_path_factory.mktemp("transformers") / "zygote.log"
-    made = Zygote(log, "tests.support.transformers.job")
+    made = Zygote(log, "tests.support.transformers.job", "peft", environment=TRANSFORMERS)
     yield made
     made.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -13,7 +14,7 @@ from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
 from tests.support.frameworks.jobs import Run, attempts
 from tests.support.frameworks.scenario import VARIABLE
-from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT, TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "transformers" / "job.py"
@@ -32,6 +33,7 @@ def test_ranks_restarted_by_the_launcher_resume_exactly(
         env={
             **quiet_environment(),
             **THROUGHOUT,
+            **TRANSFORMERS,
             VARIABLE: scenario.to_json(),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
         },
@@ -60,7 +62,11 @@ dataset = [{"input_ids": torch.tensor([i % 9, 1, 2, 3]), "labels": torch.tensor(
     after = "\nprint('steps', trainer.state.global_step, int(trainer.checkpointer.restored))"
     for code, start in ((first, 0), (first, 24), (second, 24)):
         done = subprocess.run(
-            [PYTHON, "-c", before + code + after], cwd=tmp_path, capture_output=True, text=True
+            [PYTHON, "-c", before + code + after],
+            cwd=tmp_path,
+            env={**os.environ, **TRANSFORMERS},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert f"steps 24 {start}" in done.stdout

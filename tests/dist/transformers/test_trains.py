@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python.servers import PYTHON, TRANSFORMERS
 
 SCRIPT = """
 import sys
@@ -59,6 +61,7 @@ assert more.state.global_step == 8
 def test_a_further_train_is_refused_or_asked_for(tmp_path: Path, shm_dir: Path) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
     places = [str(tmp_path / "ckpts"), str(shm_dir), str(tmp_path / "out")]
-    command = [sys.executable, "-c", SCRIPT, *places]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    command = [PYTHON, "-c", SCRIPT, *places]
+    environment = {**os.environ, **TRANSFORMERS}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr

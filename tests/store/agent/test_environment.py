@@ -20,6 +20,7 @@ import pytest
 
 from tests.support.facts import facts_of
 from tests.support.processes import end, python
+from tests.support.warm_python.servers import PYTHON
 from tierckpt import _children
 from tierckpt.agent import (
     AgentAddress,
@@ -649,7 +650,7 @@ print([e.text() for e in job.events if e.severity >= 30])
 
 @pytest.mark.parametrize("where", ["the script's folder", "one that the script names"])
 def test_the_agent_finds_the_modules_that_the_script_finds(
-    where: str, tmp_path: Path, shm_dir: Path
+    where: str, warm_python: None, tmp_path: Path, shm_dir: Path
 ) -> None:
     """They do not replace modules of the standard library, which the script imported before."""
     (tmp_path / "script").mkdir()
@@ -664,7 +665,7 @@ def test_the_agent_finds_the_modules_that_the_script_finds(
     if folder != script.parent:
         (folder / "colorsys.py").write_text("raise ImportError('not the library')")
         (folder / "csv.py").write_text("raise ImportError('not the library')")
-    command = [sys.executable, str(script), str(folder.relative_to(tmp_path)), str(shm_dir)]
+    command = [PYTHON, str(script), str(folder.relative_to(tmp_path)), str(shm_dir)]
     ran = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     assert ran.stdout == "[]\n"
     store = LocalStore(tmp_path / "ckpts")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.thorough import swept_points
+from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path("common/tierckpt")
@@ -74,7 +74,7 @@ def empty_table(target: Path) -> None:
 
 
 @pytest.mark.parametrize("part", swept_points([*PARTS, ALL], ALL))
-def test_the_kernel_works_without(part: str, tmp_path: Path) -> None:
+def test_the_kernel_works_without(part: str, warm_python: None, tmp_path: Path) -> None:
     copy_to(tmp_path)
     for feature in PARTS.values() if part == ALL else [PARTS[part]]:
         if (tmp_path / PACKAGE / feature).exists():
@@ -83,7 +83,7 @@ def test_the_kernel_works_without(part: str, tmp_path: Path) -> None:
         empty_table(tmp_path)
     names = KERNEL if part == ALL else KERNEL[:2]
     tests = [f"{SINGLE}::{name}" for name in names]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests]
+    command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"{len(names)} passed" in done.stdout

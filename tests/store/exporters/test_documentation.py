@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.prometheus_here import program
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.exporters import METRICS, PHASES, REASONS, SEVERITIES
 from tierckpt.testing import free_ports
 
@@ -67,7 +67,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 @pytest.mark.parametrize(
     "block", BLOCKS, ids=lambda block: re.findall(r"import (\w+)\n\n", block)[0]
 )
-def test_the_code_runs(block: str, tmp_path: Path, shm_dir: Path) -> None:
+def test_the_code_runs(block: str, warm_python: None, tmp_path: Path, shm_dir: Path) -> None:
     for name in re.findall(r"exporters import (\w+)", block):
         if name in PACKAGES:
             pytest.importorskip(PACKAGES[name])
@@ -77,7 +77,7 @@ def test_the_code_runs(block: str, tmp_path: Path, shm_dir: Path) -> None:
         **{"HOME": str(tmp_path), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"},
     }
     done = subprocess.run(
-        [sys.executable, "-c", BEFORE + block.replace("9400", str(free_ports(1)[0])) + AFTER],
+        [PYTHON, "-c", BEFORE + block.replace("9400", str(free_ports(1)[0])) + AFTER],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

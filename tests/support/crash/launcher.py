@@ -19,7 +19,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
+from tests.support.warm_python.servers import PYTHON
 from tierckpt import _faults
 from tierckpt.format import ShardKey
 from tierckpt.storage import JobDirectory, LocalStore, job_id_of
@@ -39,18 +39,25 @@ Line = dict[str, Any]
 class Zygote:
     """The process that forks ranks (`zygote.py`)."""
 
-    def __init__(self, log: Path, module: str = "tests.support.crash.job") -> None:
-        """`module`: the program of the ranks, and all that it imports."""
+    def __init__(
+        self,
+        log: Path,
+        module: str = "tests.support.crash.job",
+        *others: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`module`: the program of the ranks, and all that it imports; `others`: modules that some
+        of them import."""
         self._log = log
         with log.open("ab") as err:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.crash.zygote", module],
+                [PYTHON, "-m", "tests.support.crash.zygote", module, *others],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=err,
                 text=True,
                 cwd=ROOT,
-                env=quiet_environment(),
+                env={**quiet_environment(), **(environment or {})},
             )
         self._answer("ready")
 

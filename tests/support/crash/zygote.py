@@ -9,6 +9,7 @@ and answers with the process id. At the end of the input it ends, and its ranks 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -27,9 +28,13 @@ def threads() -> int:
     return int(status.partition("Threads:")[2].split()[0])
 
 
-def serve(module: str) -> None:
-    """`module` has a function `run(environment)`, which is the program of the ranks."""
+def serve(module: str, *others: str) -> None:
+    """`module` has a function `run(environment)`, which is the program of the ranks. `others` are
+    modules that some ranks import."""
     job = importlib.import_module(module)
+    for name in others:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     gc.freeze()  # otherwise each rank's collector would visit, and so copy, all imported objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not needed
@@ -69,4 +74,4 @@ def die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

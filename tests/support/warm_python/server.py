@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import io
 import json
 import os
@@ -37,13 +38,15 @@ PATIENCE_SECONDS = 120.0
 Order = dict[str, Any]
 
 
-def preload() -> None:
+def preload(framework: str) -> None:
     import torch
     import torch._dynamo
     import torch.distributed.run
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401
 
+    if framework:
+        importlib.import_module(framework)
     gc.freeze()
 
 
@@ -234,6 +237,8 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # without -P, which forks would inherit: scripts ask for it
-    preload()
     with socket.socket(fileno=int(sys.argv[1])) as listening:
+        if sys.argv[2] and 0 in select.select([0, listening], [], [])[0]:
+            os._exit(0)  # nobody asked for a framework
+        preload(sys.argv[2])
         serve(listening)

@@ -23,6 +23,10 @@ THROUGHOUT = {
 os.environ["WARM_PYTHON"] = sys.executable
 SERVERS = 2
 """Hash seeds of ranks."""
+LIGHTNING, TRANSFORMERS = (
+    {"WARM_PYTHON_FRAMEWORK": x} for x in ("lightning.pytorch", "transformers.trainer")
+)
+"""Environments in which PYTHON has imported that framework, too: two to three seconds more."""
 ROOM = 60_000 * "-"
 """Room for the command and the environment of a fork."""
 
@@ -42,18 +46,22 @@ def warm_python() -> Iterator[None]:
         names = [f"{folder}/{i}" for i in range(SERVERS)]
         for name in names:
             stack.enter_context(_server(name))
+            for (framework,) in (LIGHTNING.values(), TRANSFORMERS.values()):
+                stack.enter_context(_server(f"{name}.{framework}", framework))
         os.environ["WARM_PYTHON_SERVERS"] = " ".join(names)
         yield
         del os.environ["WARM_PYTHON_SERVERS"]
 
 
 @contextlib.contextmanager
-def _server(name: str) -> Iterator[None]:
+def _server(name: str, framework: str = "") -> Iterator[None]:
+    """One with a framework imports nothing before its first client comes."""
     with socket.socket(socket.AF_UNIX) as listener, open(f"{name}.log", "wb") as log:
         listener.bind(name)
         listener.listen(128)
+        command = [sys.executable, "-E", "-s", str(HERE / "server.py")]
         process = subprocess.Popen(
-            [sys.executable, "-E", "-s", str(HERE / "server.py"), str(listener.fileno()), ROOM],
+            [*command, str(listener.fileno()), framework, ROOM],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

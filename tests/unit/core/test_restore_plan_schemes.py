@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -121,42 +123,48 @@ class World:
 CODES = [(k, m) for k in range(1, 5) for m in range(1, 4)]
 
 
-@st.composite
-def schemes(draw: st.DrawFn, shards: int) -> dict[tuple[int, ...], Code]:
+def schemes(random: Random, shards: int) -> dict[tuple[int, ...], Code]:
     """Divide shards into groups of any sizes; a shard left over is in none."""
-    rest = draw(st.permutations(range(shards)))
+    rest = random.sample(range(shards), shards)
     codes = {}
     while len(rest) > 1:
-        size = draw(st.integers(2, min(len(rest), 6)))
-        k, m = draw(st.sampled_from([(k, m) for k, m in CODES if k + m <= size]))
+        size = random.randint(2, min(len(rest), 6))
+        k, m = random.choice([(k, m) for k, m in CODES if k + m <= size])
         codes[tuple(rest[:size])] = Code(size, k, m)
         rest = rest[size:]
     return codes
 
 
-@st.composite
-def worlds(draw: st.DrawFn) -> World:
-    nodes = draw(st.integers(2, 5))
-    per_node = [draw(st.integers(1, 3)) for _ in range(nodes)]
+def some(random: Random, them: Iterable[Any], most: int) -> set[Any]:
+    """At most so many of them, often none."""
+    them = sorted(them)
+    return set(random.sample(them, random.randint(0, min(most, len(them)))))
+
+
+def world_of(random: Random) -> World:
+    nodes = random.randint(2, 5)
+    per_node = [random.randint(1, 3) for _ in range(nodes)]
     node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
-    codes = {version: draw(schemes(len(node_of))) for version in VERSIONS}
+    codes = {version: schemes(random, len(node_of)) for version in VERSIONS}
     disks: dict[int, set[tuple[int, bool, int]]] = {node: set() for node in range(nodes)}
     for node in range(nodes):
-        if draw(st.integers(0, 4)) == 0:
+        if random.randrange(5) == 0:
             continue  # lost
         own = [shard for shard, there in enumerate(node_of) if there == node]
         disks[node] = {(v, False, s) for v in VERSIONS for s in own}
         disks[node] |= {(v, True, s) for v in VERSIONS for g in codes[v] for s in g if s in own}
-        damaged = draw(st.lists(st.sampled_from(sorted(disks[node])), max_size=2))
-        disks[node] -= set(damaged)
-    ranks = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=len(node_of)))
-    persistent = draw(st.sets(st.sampled_from(VERSIONS)))
-    everything = sorted(set().union(*disks.values()))
-    bad_near = draw(st.sets(st.sampled_from(everything), max_size=3)) if everything else set()
-    shards = st.integers(0, len(node_of) - 1)
-    bad_far = draw(st.sets(st.tuples(st.sampled_from(VERSIONS), shards), max_size=2))
-    sharing = draw(st.frozensets(st.integers(0, nodes - 1)))
-    return World(node_of, sorted(ranks), codes, disks, persistent, bad_near, bad_far, sharing)
+        disks[node] -= some(random, disks[node], 2)
+    ranks = sorted(random.choices(range(nodes), k=random.randint(1, len(node_of))))
+    persistent = some(random, VERSIONS, 2)
+    bad_near = some(random, set().union(*disks.values()), 3)
+    bad_far = some(random, itertools.product(VERSIONS, range(len(node_of))), 2)
+    sharing = frozenset(some(random, range(nodes), nodes))
+    return World(node_of, ranks, codes, disks, persistent, bad_near, bad_far, sharing)
+
+
+def worlds() -> st.SearchStrategy[World]:
+    """Hypothesis draws a seed alone: to draw the parts costs ten times as much as to use them."""
+    return st.integers(0, 2**32).map(lambda seed: world_of(Random(seed)))
 
 
 def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundParity]]]:

@@ -6,13 +6,13 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tierckpt
 from tests.support.metadata_server import Aws, serving
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.config import load_config
 from tierckpt.doctor import Finding, Mark, Subject, software
 from tierckpt.errors import ConfigError
@@ -170,7 +170,9 @@ with TinyJob("ckpts", shm_dir=sys.argv[1]) as job:
 """
 
 
-def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path) -> None:
+def test_the_agent_of_another_version_is_a_warning(
+    warm_python: None, tmp_path: Path, shm_dir: Path
+) -> None:
     """A job started before an upgrade, and still with the old code."""
     old = tmp_path / "old"
     shutil.copytree(Path(tierckpt.__file__).parent, old / "tierckpt")
@@ -178,7 +180,7 @@ def test_the_agent_of_another_version_is_a_warning(tmp_path: Path, shm_dir: Path
     config = load_config({"shm_dir": str(shm_dir)}, {})
     assert [*software.agents(Subject(config))] == []
     with subprocess.Popen(
-        [sys.executable, "-c", JOB, str(shm_dir)],
+        [PYTHON, "-c", JOB, str(shm_dir)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(old)},
         stdin=subprocess.PIPE,
