@@ -1,0 +1,382 @@
+"""A fixed random set of mutants, small faults in the product, and the tests that notice each:
+mutants.py choose | run [N] | check [N].
+
+`choose` draws the set from the present source. `run` tries the first N of which the record,
+tests/mutants.json, knows nothing, and writes what became of them. `check` tries the first N killed
+ones again, writes nothing, and ends with status 1 if one lives.
+
+The product is copied with the whole set inside, each mutant behind a switch. One process imports
+this copy and collects the tests, then forks for each trial: no trial imports anything again. All
+tests run once without a mutant; the switch notes in shared memory which mutants' places a test
+reaches, in whatever process of it. A mutant is tried with the tests that reach it, the quickest
+first, until one fails.
+
+A test that fails without any mutant, or takes long, is not used. Outside of tests/unit, where the
+pace of processes may have a say, a test has to fail twice to kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pytest
+from mutation import (
+    COUNT,
+    ROOT,
+    SWITCH,
+    Mutant,
+    changes,
+    choose,
+    read_record,
+    with_mutants,
+    write_record,
+)
+
+TESTED = ("agent", "checkpointer", "coordination", "core", "peer", "restore", "snapshot", "storage")
+"""The folders of tests/unit and tests/store with the tests that are used."""
+CPU_SECONDS = 6.0
+"""Of a test that is used, at most."""
+FILE_CPU_SECONDS = 12.0
+"""Of a file's tests that are used, in their order; without a limit in tests/unit."""
+FILE_SECONDS = 60.0
+MUTANT_SECONDS = 90.0
+"""Of the tests that are tried on one mutant, as long as they took without."""
+PATIENCE_SECONDS = 30.0
+"""For a test with a mutant, beyond five times what it took without."""
+LEAK_PATIENCE_SECONDS = 10.0
+"""For what a test with a mutant leaves behind."""
+
+SWITCH_MODULE = f"""
+import mmap, pathlib
+
+_FOLDER = pathlib.Path(__file__).resolve().parents[2]
+with open(_FOLDER / "reached", "r+b") as _file:
+    reached = mmap.mmap(_file.fileno(), 0)
+on_trial = int((_FOLDER / "on_trial").read_text())
+
+
+def {SWITCH}(number):
+    reached[number] = 1
+    return number == on_trial
+"""
+NONE = -1
+"""The number on trial without a mutant."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one test. `passed` is None if it did not end in time."""
+
+    test: str
+    passed: bool | None
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """With that of processes which it ended."""
+    reached: tuple[int, ...] = ()
+
+
+def try_mutants(
+    mutants: Sequence[Mutant],
+    numbers: Sequence[int],
+    minutes: float,
+    known: Callable[[int, Mutant], None],
+) -> None:
+    """Try some mutants of a record, in this order, and pass each with its fate to `known`. After
+    `minutes`, no other is begun. Half of this time is for the tests without a mutant: if it does
+    not suffice, the mutants that live stay unknown."""
+    start = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-", dir="/dev/shm") as copy,
+        tempfile.TemporaryDirectory(prefix="mutants-") as temporary,
+    ):
+        present = _make_copy(Path(copy), mutants)
+        os.chdir(copy)
+        sys.path[:0] = [copy, f"{copy}/common"]
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+        folders = [f"tests/{tier}/{folder}" for tier in ("unit", "store") for folder in TESTED]
+        options = [
+            "-q",
+            "-s",
+            f"--basetemp={temporary}/tests",
+            "--timeout=0",
+            "-o",
+            "faulthandler_timeout=0",
+        ]
+        for plugin in ("cacheprovider", "xdist"):
+            options += ["-p", f"no:{plugin}"]
+        loop = _Loop(mutants, present, numbers, start, 60 * minutes, known)
+        status = pytest.main([*options, *filter(os.path.isdir, folders)], plugins=[loop])
+        os.chdir("/")
+    if status:
+        raise SystemExit(f"pytest ended with status {status}")
+
+
+def _make_copy(copy: Path, mutants: Sequence[Mutant]) -> set[int]:
+    """Copy what git tracks, and compiled modules; put in the mutants that the present source has.
+    Returns their numbers."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    ).splitlines()
+    compiled = [str(path.relative_to(ROOT)) for path in (ROOT / "common").rglob("*.so")]
+    for name in [*listed, *compiled]:
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    present = set()
+    for module in {mutant.module for mutant in mutants}:
+        if not (ROOT / module).exists():
+            continue
+        tree = ast.parse(source := (ROOT / module).read_text())
+        found = {change.mutant: change for change in changes(module, source, tree)}
+        chosen = {
+            number: found[mutant.place]
+            for number, mutant in enumerate(mutants)
+            if mutant.place in found
+        }
+        if chosen:
+            (copy / module).write_text(with_mutants(tree, chosen, "tierckpt._mutants"))
+        present |= chosen.keys()
+    (copy / "common/tierckpt/_mutants.py").write_text(SWITCH_MODULE)
+    (copy / "reached").write_bytes(bytes(len(mutants)))
+    (copy / "on_trial").write_text(str(NONE))
+    return present
+
+
+class _Loop:
+    """A plugin that runs trials in place of pytest's loop over all tests. Only `_outcomes` runs
+    tests, each time in a forked process."""
+
+    def __init__(
+        self,
+        mutants: Sequence[Mutant],
+        present: set[int],
+        numbers: Sequence[int],
+        start: float,
+        seconds: float,
+        known: Callable[[int, Mutant], None],
+    ) -> None:
+        self._mutants = mutants
+        self._present = present
+        self._numbers = numbers
+        self._deadline = start + seconds
+        self._usual_deadline = start + seconds / 2
+        self._known = known
+        self._items: dict[str, pytest.Item] = {}
+        self._all_known = True
+        """False if some tests have not been run without a mutant."""
+        self._failed = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted("some tests could not be collected")
+        self._items = {item.nodeid: item for item in session.items}
+        usual = self._usual_outcomes()
+        for number in self._numbers:
+            if time.monotonic() > self._deadline:
+                break
+            mutant = self._fate(number, usual)
+            if self._all_known or mutant.status in ("killed", "gone"):
+                self._known(number, mutant)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= report.failed
+
+    # --- without a mutant ------------------------------------------------------------------------
+
+    def _usual_outcomes(self) -> list[Outcome]:
+        """Of the tests that are used, the quickest first. Those of an earlier call serve for files
+        of tests that are as they were, while all beside them is."""
+        kept = ROOT / "build" / "mutants.json"
+        kept.parent.mkdir(exist_ok=True)
+        known = json.loads(kept.read_text()) if kept.exists() else {}
+        common = self._digest()
+        usual: list[Outcome] = []
+        for path, items in itertools.groupby(self._items.values(), lambda item: item.path):
+            key = f"{path.relative_to(Path.cwd())} {_digest([path], common)}"
+            if key not in known and time.monotonic() > self._usual_deadline:
+                self._all_known = False
+                continue
+            if key not in known:
+                print(f"without a mutant: {key}", flush=True)
+                outcomes = self._usual_of_file([item.nodeid for item in items])
+                known[key] = [asdict(outcome) for outcome in outcomes]
+                kept.write_text(json.dumps(known))
+            usual += [Outcome(**each) for each in known[key]]
+        usual = [each for each in usual if each.passed and each.cpu_seconds <= CPU_SECONDS]
+        return sorted(usual, key=lambda each: each.seconds)
+
+    def _usual_of_file(self, tests: list[str]) -> Iterator[Outcome]:
+        """Of the tests of one file, until its time is over."""
+        seconds = cpu_seconds = 0.0
+        limited = not tests[0].startswith("tests/unit/")
+        while tests:
+            for outcome in self._outcomes(NONE, tests, dict.fromkeys(tests, 2 * FILE_SECONDS)):
+                tests = tests[tests.index(outcome.test) + 1 :]
+                seconds += outcome.seconds
+                cpu_seconds += outcome.cpu_seconds
+                yield outcome
+                if limited and (seconds > FILE_SECONDS or cpu_seconds > FILE_CPU_SECONDS):
+                    return
+
+    def _digest(self) -> str:
+        """Of all that decides which mutants a test reaches, beside the test's own file."""
+        paths = [*Path("common").rglob("*.py"), *Path("tests").rglob("*.py")]
+        return _digest([path for path in paths if not path.name.startswith("test_")], "")
+
+    # --- with a mutant ---------------------------------------------------------------------------
+
+    def _fate(self, number: int, usual: list[Outcome]) -> Mutant:
+        """The mutant with its status, after a trial."""
+        mutant = self._mutants[number].place
+        if number not in self._present:
+            return replace(mutant, status="gone")
+        limits: dict[str, float] = {}
+        seconds = 0.0
+        for each in usual:
+            if number in each.reached and seconds + each.seconds <= MUTANT_SECONDS:
+                limits[each.test] = PATIENCE_SECONDS + 5 * each.seconds
+                seconds += each.seconds
+        # The test that killed it before, then those of its own folder's unit tests.
+        folder = f"tests/unit/{mutant.module.split('/')[2]}/"
+        before = self._mutants[number].by
+        tests = sorted(limits, key=lambda test: (test != before, not test.startswith(folder)))
+        tried = 0
+        while tests:
+            for outcome in self._outcomes(number, tests, limits):
+                tests = tests[tests.index(outcome.test) + 1 :]
+                tried += 1
+                if outcome.passed is None:
+                    return replace(mutant, status="timeout", by=outcome.test, tests=tried)
+                if not outcome.passed:
+                    break
+            else:
+                break
+            if self._kills(number, outcome.test, limits):
+                return replace(mutant, status="killed", by=outcome.test, tests=tried)
+        return replace(mutant, status="survived" if limits else "unreached", tests=tried)
+
+    def _kills(self, number: int, test: str, limits: dict[str, float]) -> bool:
+        """True if a test that failed with a mutant is certain, or fails again."""
+        if test.startswith("tests/unit/"):
+            return True
+        return any(each.passed is False for each in self._outcomes(number, [test], limits))
+
+    # --- tests in a forked process ---------------------------------------------------------------
+
+    def _outcomes(
+        self, number: int, tests: list[str], limits: dict[str, float]
+    ) -> Iterator[Outcome]:
+        """Run tests with the mutant of a number on trial, and stop after one that fails, if there
+        is a mutant. A process that ends amid a test makes it one that failed."""
+        Path("on_trial").write_text(str(number))
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        process = os.fork()
+        if not process:
+            self._run(number, tests, writing)
+        os.close(writing)
+        try:
+            with open(reading, "rb", buffering=0) as pipe:
+                for test in tests:
+                    if not select.select([pipe], [], [], limits[test])[0]:
+                        yield Outcome(test, None, limits[test])
+                        return
+                    line = pipe.readline()
+                    outcome = Outcome(**json.loads(line)) if line else Outcome(test, False)
+                    yield outcome
+                    if not line or (number != NONE and not outcome.passed):
+                        return
+        finally:
+            _end_all(process)
+            os.waitpid(process, 0)
+
+    def _run(self, number: int, tests: list[str], writing: int) -> None:
+        """In the forked process, which ends here."""
+        os.setsid()
+        log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        switch = sys.modules["tierckpt._mutants"]
+        switch.on_trial = number  # type: ignore[attr-defined]
+        sys.modules["tests.conftest"].PATIENCE_SECONDS = LEAK_PATIENCE_SECONDS  # type: ignore[attr-defined]
+        with contextlib.suppress(BaseException):
+            items = [self._items[test] for test in tests]
+            for item, following in itertools.pairwise([*items, None]):
+                assert item is not None
+                switch.reached[:] = bytes(len(self._mutants))
+                self._failed = False
+                start, cpu_start = time.monotonic(), sum(os.times()[:4])
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                seconds = round(time.monotonic() - start, 3)
+                reached = tuple(i for i, byte in enumerate(switch.reached[:]) if byte)
+                cpu = round(sum(os.times()[:4]) - cpu_start, 3)
+                outcome = Outcome(item.nodeid, not self._failed, seconds, cpu, reached)
+                os.write(writing, (json.dumps(asdict(outcome)) + "\n").encode())
+        os._exit(0)
+
+
+def _digest(paths: list[Path], before: str) -> str:
+    digest = hashlib.sha256(before.encode())
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _end_all(leader: int) -> None:
+    """Kill the processes of a session, and others that its tests started."""
+    mark = f"PYTEST_TIERCKPT_RUN={os.environ['PYTEST_TIERCKPT_RUN']}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if int(pid) != os.getpid() and (
+                os.getsid(int(pid)) == leader or mark in Path(f"/proc/{pid}/environ").read_bytes()
+            ):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=["choose", "run", "check"])
+    parser.add_argument("count", type=int, nargs="?", default=COUNT, help="mutants to try")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
+    arguments = parser.parse_args()
+    if arguments.action == "choose":
+        write_record(choose())
+        return 0
+    mutants = read_record()
+    wanted = "not run" if arguments.action == "run" else "killed"
+    numbers = [number for number, mutant in enumerate(mutants) if mutant.status == wanted]
+    fates: list[str] = []
+
+    def known(number: int, mutant: Mutant) -> None:
+        print(number, mutant.status, mutant.module, repr(mutant.line), mutant.by, flush=True)
+        fates.append(mutant.status)
+        if arguments.action == "run":
+            mutants[number] = mutant
+            write_record(mutants)
+
+    try_mutants(tuple(mutants), numbers[: arguments.count], arguments.minutes, known)
+    print(", ".join(f"{count} {status}" for status, count in Counter(fates).items()))
+    return int(arguments.action == "check" and any(status != "killed" for status in fates))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
