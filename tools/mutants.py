@@ -18,8 +18,8 @@ pace of processes may have a say, a test has to fail twice to kill.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -42,8 +42,8 @@ from mutation import (
     ROOT,
     SWITCH,
     Mutant,
-    changes,
     choose,
+    located,
     read_record,
     with_mutants,
     write_record,
@@ -111,16 +111,8 @@ def try_mutants(
         sys.path[:0] = [copy, f"{copy}/common"]
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
         folders = [f"tests/{tier}/{folder}" for tier in ("unit", "store") for folder in TESTED]
-        options = [
-            "-q",
-            "-s",
-            f"--basetemp={temporary}/tests",
-            "--timeout=0",
-            "-o",
-            "faulthandler_timeout=0",
-        ]
-        for plugin in ("cacheprovider", "xdist"):
-            options += ["-p", f"no:{plugin}"]
+        options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0"]
+        options += [f"--basetemp={temporary}/tests", "-o", "faulthandler_timeout=0"]
         loop = _Loop(mutants, present, numbers, start, 60 * minutes, known)
         status = pytest.main([*options, *filter(os.path.isdir, folders)], plugins=[loop])
         os.chdir("/")
@@ -131,27 +123,16 @@ def try_mutants(
 def _make_copy(copy: Path, mutants: Sequence[Mutant]) -> set[int]:
     """Copy what git tracks, and compiled modules; put in the mutants that the present source has.
     Returns their numbers."""
-    listed = subprocess.check_output(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
-    ).splitlines()
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(listing, cwd=ROOT, text=True).splitlines()
     compiled = [str(path.relative_to(ROOT)) for path in (ROOT / "common").rglob("*.so")]
     for name in [*listed, *compiled]:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
-    present = set()
-    for module in {mutant.module for mutant in mutants}:
-        if not (ROOT / module).exists():
-            continue
-        tree = ast.parse(source := (ROOT / module).read_text())
-        found = {change.mutant: change for change in changes(module, source, tree)}
-        chosen = {
-            number: found[mutant.place]
-            for number, mutant in enumerate(mutants)
-            if mutant.place in found
-        }
-        if chosen:
-            (copy / module).write_text(with_mutants(tree, chosen, "tierckpt._mutants"))
+    present: set[int] = set()
+    for module, (tree, chosen) in located(mutants).items():
+        (copy / module).write_text(with_mutants(tree, chosen, "tierckpt._mutants"))
         present |= chosen.keys()
     (copy / "common/tierckpt/_mutants.py").write_text(SWITCH_MODULE)
     (copy / "reached").write_bytes(bytes(len(mutants)))
@@ -188,11 +169,10 @@ class _Loop:
         if session.testsfailed:
             raise session.Interrupted("some tests could not be collected")
         self._items = {item.nodeid: item for item in session.items}
-        usual = self._usual_outcomes()
         for number in self._numbers:
             if time.monotonic() > self._deadline:
                 break
-            mutant = self._fate(number, usual)
+            mutant = self._fate(number)
             if self._all_known or mutant.status in ("killed", "gone"):
                 self._known(number, mutant)
         return True
@@ -202,7 +182,8 @@ class _Loop:
 
     # --- without a mutant ------------------------------------------------------------------------
 
-    def _usual_outcomes(self) -> list[Outcome]:
+    @functools.cached_property
+    def _usual(self) -> list[Outcome]:
         """Of the tests that are used, the quickest first. Those of an earlier call serve for files
         of tests that are as they were, while all beside them is."""
         kept = ROOT / "build" / "mutants.json"
@@ -244,40 +225,40 @@ class _Loop:
 
     # --- with a mutant ---------------------------------------------------------------------------
 
-    def _fate(self, number: int, usual: list[Outcome]) -> Mutant:
+    def _fate(self, number: int) -> Mutant:
         """The mutant with its status, after a trial."""
         mutant = self._mutants[number].place
         if number not in self._present:
             return replace(mutant, status="gone")
+        before = self._mutants[number].by
+        if before in self._items and self._kills(number, before):
+            return replace(mutant, status="killed", by=before, tests=1)
         limits: dict[str, float] = {}
         seconds = 0.0
-        for each in usual:
+        for each in self._usual:
             if number in each.reached and seconds + each.seconds <= MUTANT_SECONDS:
                 limits[each.test] = PATIENCE_SECONDS + 5 * each.seconds
                 seconds += each.seconds
-        # The test that killed it before, then those of its own folder's unit tests.
+        # The unit tests of its own folder first.
         folder = f"tests/unit/{mutant.module.split('/')[2]}/"
-        before = self._mutants[number].by
-        tests = sorted(limits, key=lambda test: (test != before, not test.startswith(folder)))
+        tests = sorted(limits, key=lambda test: not test.startswith(folder))
+        status = "survived" if tests else "unreached"
         tried = 0
         while tests:
             for outcome in self._outcomes(number, tests, limits):
                 tests = tests[tests.index(outcome.test) + 1 :]
                 tried += 1
-                if outcome.passed is None:
-                    return replace(mutant, status="timeout", by=outcome.test, tests=tried)
-                if not outcome.passed:
-                    break
-            else:
-                break
-            if self._kills(number, outcome.test, limits):
+            # In a unit test, the pace of processes has no say.
+            certain = outcome.test.startswith("tests/unit/")
+            if outcome.passed is None:
+                return replace(mutant, status="timeout", by=outcome.test, tests=tried)
+            if not outcome.passed and (certain or self._kills(number, outcome.test)):
                 return replace(mutant, status="killed", by=outcome.test, tests=tried)
-        return replace(mutant, status="survived" if limits else "unreached", tests=tried)
+        return replace(mutant, status=status, tests=tried)
 
-    def _kills(self, number: int, test: str, limits: dict[str, float]) -> bool:
-        """True if a test that failed with a mutant is certain, or fails again."""
-        if test.startswith("tests/unit/"):
-            return True
+    def _kills(self, number: int, test: str) -> bool:
+        """True if a test fails with a mutant."""
+        limits = {test: 2 * PATIENCE_SECONDS}
         return any(each.passed is False for each in self._outcomes(number, [test], limits))
 
     # --- tests in a forked process ---------------------------------------------------------------

@@ -228,7 +228,7 @@ class _Insert(ast.NodeTransformer):
 def with_mutants(tree: ast.Module, chosen: dict[int, Change], switch_module: str) -> str:
     """The source of a module that has its mutants: `switch_module` has the switch, a function of a
     mutant's number that is true if it is the one on trial."""
-    tree = _Insert(chosen).visit(tree)
+    _Insert(chosen).visit(tree)  # in place
     after_head = next(
         number
         for number, statement in enumerate(tree.body)
@@ -258,6 +258,28 @@ def choose(count: int = COUNT, seed: int = SEED) -> list[Mutant]:
             lines[str(path), change.node.lineno].append(change.mutant)
     chance = random.Random(seed)
     return [chance.choice(lines[line]) for line in chance.sample(sorted(lines), count)]
+
+
+def located(mutants: Sequence[Mutant]) -> dict[str, tuple[ast.Module, dict[int, Change]]]:
+    """The mutants of a set that the present source has: for each module its tree, and the mutants
+    in it by their numbers. One whose function has moved to another module is found there."""
+    trees: dict[str, ast.Module] = {}
+    at: dict[Mutant, tuple[str, Change]] = {}
+    elsewhere: dict[Mutant, list[tuple[str, Change]]] = defaultdict(list)
+    for path in mutated_files():
+        source = (ROOT / path).read_text()
+        trees[str(path)] = ast.parse(source)
+        for change in changes(str(path), source, trees[str(path)]):
+            at[change.mutant] = str(path), change
+            elsewhere[replace(change.mutant, module="")].append((str(path), change))
+    found: dict[str, tuple[ast.Module, dict[int, Change]]] = {}
+    for number, mutant in enumerate(mutants):
+        moved = elsewhere.get(replace(mutant.place, module=""), [])
+        place = at.get(mutant.place) or (moved[0] if len(moved) == 1 else None)
+        if place is not None:
+            module, change = place
+            found.setdefault(module, (trees[module], {}))[1][number] = change
+    return found
 
 
 def read_record() -> list[Mutant]:

@@ -97,6 +97,19 @@ def test_a_mutant_is_the_same_after_its_function_has_moved() -> None:
     ]
 
 
+def test_a_mutant_is_found_in_the_module_to_which_its_function_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "new.py").write_text(SOURCE)
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
+    monkeypatch.setattr(mutation, "mutated_files", lambda: [Path("new.py")])
+    mutants = [change.mutant for change in mutants_of(SOURCE)]
+    lost = mutation.Mutant("module.py", "under", "return number == limit", "return", "True")
+    ((module, (_, chosen)),) = mutation.located([lost, *mutants]).items()
+    assert module == "new.py"
+    assert set(chosen) == set(range(1, len(mutants) + 1))
+
+
 def test_equal_lines_of_a_function_are_told_apart() -> None:
     twice = "def f(a):\n    a.go()\n    a.go()\n"
     assert [change.mutant.nth for change in mutants_of(twice)] == [0, 1]
