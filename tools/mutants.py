@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -49,7 +49,7 @@ from mutation import (
     write_record,
 )
 
-TESTED = ("agent", "checkpointer", "coordination", "core", "peer", "restore", "snapshot", "storage")
+TESTED = ("core", "storage", "agent", "coordination", "restore", "snapshot", "checkpointer", "peer")
 """The folders of tests/unit and tests/store with the tests that are used."""
 CPU_SECONDS = 6.0
 """Of a test that is used, at most."""
@@ -205,18 +205,24 @@ class _Loop:
         usual = [each for each in usual if each.passed and each.cpu_seconds <= CPU_SECONDS]
         return sorted(usual, key=lambda each: each.seconds)
 
-    def _usual_of_file(self, tests: list[str]) -> Iterator[Outcome]:
+    def _usual_of_file(self, tests: list[str]) -> list[Outcome]:
         """Of the tests of one file, until its time is over."""
         seconds = cpu_seconds = 0.0
         limited = not tests[0].startswith("tests/unit/")
-        while tests:
-            for outcome in self._outcomes(NONE, tests, dict.fromkeys(tests, 2 * FILE_SECONDS)):
-                tests = tests[tests.index(outcome.test) + 1 :]
-                seconds += outcome.seconds
-                cpu_seconds += outcome.cpu_seconds
-                yield outcome
-                if limited and (seconds > FILE_SECONDS or cpu_seconds > FILE_CPU_SECONDS):
-                    return
+        over = False
+
+        def stop(outcome: Outcome) -> bool:
+            nonlocal seconds, cpu_seconds, over
+            seconds += outcome.seconds
+            cpu_seconds += outcome.cpu_seconds
+            over = limited and (seconds > FILE_SECONDS or cpu_seconds > FILE_CPU_SECONDS)
+            return over
+
+        found: list[Outcome] = []
+        while len(found) < len(tests) and not over:
+            rest = tests[len(found) :]
+            found += self._outcomes(NONE, rest, dict.fromkeys(rest, 2 * FILE_SECONDS), stop)
+        return found
 
     def _digest(self) -> str:
         """Of all that decides which mutants a test reaches, beside the test's own file."""
@@ -245,9 +251,10 @@ class _Loop:
         status = "survived" if tests else "unreached"
         tried = 0
         while tests:
-            for outcome in self._outcomes(number, tests, limits):
-                tests = tests[tests.index(outcome.test) + 1 :]
-                tried += 1
+            outcomes = self._outcomes(number, tests, limits, _failed)
+            tests = tests[len(outcomes) :]
+            tried += len(outcomes)
+            outcome = outcomes[-1]
             # In a unit test, the pace of processes has no say.
             certain = outcome.test.startswith("tests/unit/")
             if outcome.passed is None:
@@ -258,41 +265,47 @@ class _Loop:
 
     def _kills(self, number: int, test: str) -> bool:
         """True if a test fails with a mutant."""
-        limits = {test: 2 * PATIENCE_SECONDS}
-        return any(each.passed is False for each in self._outcomes(number, [test], limits))
+        outcomes = self._outcomes(number, [test], {test: 2 * PATIENCE_SECONDS}, _failed)
+        return outcomes[0].passed is False
 
     # --- tests in a forked process ---------------------------------------------------------------
 
     def _outcomes(
-        self, number: int, tests: list[str], limits: dict[str, float]
-    ) -> Iterator[Outcome]:
-        """Run tests with the mutant of a number on trial, and stop after one that fails, if there
-        is a mutant. A process that ends amid a test makes it one that failed."""
+        self,
+        number: int,
+        tests: list[str],
+        limits: dict[str, float],
+        stop: Callable[[Outcome], bool],
+    ) -> list[Outcome]:
+        """Run tests with the mutant of a number on trial, at least one, until `stop`. Those after
+        one that ends the process or does not end in time are not run, either."""
         Path("on_trial").write_text(str(number))
+        found: list[Outcome] = []
         reading, writing = os.pipe()
         sys.stdout.flush()
         process = os.fork()
         if not process:
             self._run(number, tests, writing)
-        os.close(writing)
         try:
+            os.close(writing)
             with open(reading, "rb", buffering=0) as pipe:
                 for test in tests:
                     if not select.select([pipe], [], [], limits[test])[0]:
-                        yield Outcome(test, None, limits[test])
-                        return
+                        found.append(Outcome(test, None, limits[test]))
+                        break
                     line = pipe.readline()
-                    outcome = Outcome(**json.loads(line)) if line else Outcome(test, False)
-                    yield outcome
-                    if not line or (number != NONE and not outcome.passed):
-                        return
+                    found.append(Outcome(**json.loads(line)) if line else Outcome(test, False))
+                    if not line or stop(found[-1]):
+                        break
         finally:
             _end_all(process)
             os.waitpid(process, 0)
+        return found
 
     def _run(self, number: int, tests: list[str], writing: int) -> None:
         """In the forked process, which ends here."""
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open("log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -313,6 +326,10 @@ class _Loop:
                 outcome = Outcome(item.nodeid, not self._failed, seconds, cpu, reached)
                 os.write(writing, (json.dumps(asdict(outcome)) + "\n").encode())
         os._exit(0)
+
+
+def _failed(outcome: Outcome) -> bool:
+    return not outcome.passed
 
 
 def _digest(paths: list[Path], before: str) -> str:
@@ -339,6 +356,8 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=COUNT, help="mutants to try")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none later")
     arguments = parser.parse_args()
+    # Whatever is running then is ended, and the copy removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if arguments.action == "choose":
         write_record(choose())
         return 0
