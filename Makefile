@@ -24,7 +24,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/manyranks.py benchmarks/ballots.py benchmarks/scale.py benchmarks/routed.py \
 	benchmarks/journal.py benchmarks/papers.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-quick test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos suites oldest-frameworks clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-quick test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos mutants suites oldest-frameworks clean
 
 help:
 	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
@@ -40,6 +40,7 @@ help:
 	@echo 'make bench       run the benchmarks at toy size'
 	@echo 'make figures     measure the figures of the documents again, in 90 minutes (QUICK=1: in 10), and set both side by side'
 	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod; ddp-journal, horovod-journal)'
+	@echo 'make mutants     try N (20) more mutants of the product on the tests; CHECK=1: those that were killed, again'
 	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
 	@echo 'make oldest-frameworks  tests of the oldest supported Lightning, Accelerate and Transformers'
 	@echo 'make venv        make only the environment (.venv), which the other targets make and reuse'
@@ -160,6 +161,11 @@ CHAOS_SEED ?= 0
 CHAOS_LAUNCHER ?= ddp
 chaos: $(READY)
 	PYTHONPATH=.:common $(PY) -m tests.chaos --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --launcher $(CHAOS_LAUNCHER)
+
+# Hours for all, in one process. The tests run once without a mutant, the first time: half an hour.
+N ?= 20
+mutants: $(READY)
+	$(PY) tools/mutants.py $(if $(CHECK),check,run) $(N)
 
 suites: horovod
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps expecttest

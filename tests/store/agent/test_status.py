@@ -161,6 +161,32 @@ def test_commits_are_tasks_while_they_last() -> None:
     assert activity.commits() == []
 
 
+def test_an_order_is_quiet_from_the_first_look_at_a_thread_that_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    activity = Activity()
+    began, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with activity.order():
+            began.set()
+            over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    began.wait()
+    work = iter(["as it began", "as it began", "more"])
+    monkeypatch.setattr("tierckpt.agent.status._work_of", lambda thread: next(work))
+    quiet = []
+    for now[0] in (3.0, 8.0, 9.0):
+        quiet.append(activity.local_quiet_seconds())
+    over.set()
+    thread.join()
+    assert quiet == [0.0, 5.0, 0.0]
+
+
 def test_a_task_counts_each_attempt_from_zero() -> None:
     task = Task("persistent", V7)
     assert task.status().total_bytes == 0

@@ -757,6 +757,19 @@ def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert error.startswith("tierckpt: damaged: 1 of 3 copies")
 
 
+def test_parity_under_the_name_of_another_is_not_sound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Members(tmp_path, Code(3, 2, 1), [40_960] * 3) as members:
+        members.protect(1)
+        members.protect(2)
+    first, second = sorted((tmp_path / "node1").glob("*.manifest"))
+    shutil.copyfile(first, second)
+    assert main(["verify", str(tmp_path)]) == 1
+    out, error = texts(capsys)
+    assert "says it is" in "".join([*out, error])
+
+
 @pytest.mark.parametrize(
     "command", ["list", "verify", "export", "diff", "pin", "unpin", "takeover", "halt", "health"]
 )

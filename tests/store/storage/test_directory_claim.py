@@ -547,3 +547,7 @@ def test_one_without_a_local_level_claims_nothing(tmp_path: Path, shm_dir: Path)
     with TinyJob(path, shm_dir=str(shm_dir), **nothing) as job:
         job.run(2)
     assert not path.exists()
+
+
+def test_a_directory_that_does_not_exist_has_no_claims(tmp_path: Path) -> None:
+    assert claims.claims_in(tmp_path / "missing") == []

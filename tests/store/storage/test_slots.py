@@ -208,6 +208,14 @@ def test_a_rank_that_runs_in_another_process_is_busy(
     job.unlock_rank(job.lock_rank(1, patience_seconds=0.1))
 
 
+def test_a_job_trains_while_a_trainer_holds_its_rank(job: JobDirectory) -> None:
+    assert (job.trains(), job.trainers()) == (False, 0)
+    lock = job.lock_rank(1)
+    assert (job.trains(), job.trainers()) == (True, 1)
+    job.unlock_rank(lock)
+    assert (job.trains(), job.trainers()) == (False, 0)
+
+
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_a_path_but_no_file_is_no_lock_and_has_no_waiters(obstacle: str, job: JobDirectory) -> None:
     path = job.lock_path(0)

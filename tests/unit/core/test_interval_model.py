@@ -113,6 +113,14 @@ def test_the_overhead_is_that_of_the_simulated_job() -> None:
     assert abs(without.goodput - simulated) > 0.01, "the second level counts"
 
 
+def test_the_time_that_a_checkpoint_takes_is_lost_with_its_interval() -> None:
+    level = LevelModel("local", 2.0, 1 / 1000, restart_seconds=10.0, latency_seconds=5.0)
+    cost = overhead([level], [8.0])
+    assert cost.checkpoints == pytest.approx(2 / 8)
+    assert cost.lost == pytest.approx(((8 + 2) / 2 + 5) / 1000)
+    assert cost.restarts == pytest.approx(10 / 1000)
+
+
 @pytest.mark.parametrize(
     ("cheap", "dear", "share"), [(2.0, 20.0, 0.1), (4.0, 6.0, 0.02), (8.0, 5.0, 0.5)]
 )
