@@ -765,7 +765,7 @@ def test_parity_under_the_name_of_another_is_not_sound(
         members.protect(2)
     first, second = sorted((tmp_path / "node1").glob("*.manifest"))
     shutil.copyfile(first, second)
-    assert main(["verify", str(tmp_path)]) == 1
+    assert run_command(["verify", str(tmp_path)]) == 1
     out, error = texts(capsys)
     assert "says it is" in "".join([*out, error])
 
