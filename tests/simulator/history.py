@@ -264,6 +264,8 @@ class History:
                 len(world.nodes) == 1 or "persistent_every_steps" in self.plan.settings
             )
             self.oracle.lose("memory")
+            changed = node.filesystem.crash(world.random)
+            self.oracle.said.append(f"    the crash has changed: {', '.join(changed) or 'nothing'}")
             if gone:
                 self._wipe(node.disk)
                 self.oracle.lose("local")

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +44,9 @@ def find(name: str) -> tuple[Path, bool] | None:
 @functools.cache
 def compiled(path: Path) -> types.CodeType:
     """The code of a file."""
-    cached = Path(importlib.util.cache_from_source(str(path)))
-    del cached  # the interpreter's own cache has no hash of the source
-    return compile(path.read_text(), str(path), "exec", dont_inherit=True)
+    found = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+    assert found is not None
+    return found
 
 
 class Image:

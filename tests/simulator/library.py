@@ -194,9 +194,23 @@ class Library:
             return self._proc_file(other, rest)
         if text == "/proc/sys/kernel/random/boot_id":
             return self._proc_file(process, "boot_id")
+        if text == "/proc/self/mountinfo":
+            return self._mounts(process)
         if text == "/proc/self":
             return self._proc_link(str(process.pid))
         return path
+
+    def _mounts(self, process: Process) -> str:
+        """A disk is one to the product, though it is memory here."""
+        path = self.world.root / "proc" / "mountinfo"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", "2 1 0:9 / /proc rw - proc proc rw"]
+            for number, node in enumerate(self.world.nodes):
+                lines.append(f"{10 + number} 1 0:{50 + number} / {node.shm} rw - tmpfs tmpfs rw")
+                lines.append(f"{20 + number} 1 8:{20 + number} / {node.disk} rw - ext4 /dev/sdb rw")
+            path.write_text("\n".join(lines) + "\n")
+        return str(path)
 
     def _proc_link(self, target: str) -> str:
         path = self.world.root / "proc" / f"link-{target}"
@@ -309,8 +323,14 @@ class Library:
         def refuse(*_: Any) -> int:
             raise OSError(errno.ENOSYS, "no fork in this world")
 
+        def fsync(fd: Any) -> None:
+            world.enter("fsync", (fd,))
+            world.synchronised(fd if isinstance(fd, int) else fd.fileno())
+
         module.__dict__.update(
             environ=environ,
+            fsync=fsync,
+            fdatasync=fsync,
             getenv=environ.get,
             open=open_,
             close=close,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .disk import Disk
 from .scheduler import TICK_SECONDS, Killed, Scheduler, Task
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Node:
         self.disk = world.root / self.name / "disk"
         for each in (self.shm, self.disk):
             each.mkdir(parents=True)
+        self.filesystem = Disk(self.disk)
 
     @property
     def boot_id(self) -> str:
@@ -211,6 +213,13 @@ class World:
         with contextlib.suppress(OSError):
             found = os.fstat(fd)
             self.locks.get((found.st_dev, found.st_ino), {}).pop(process, None)
+
+    def synchronised(self, fd: int) -> None:
+        """`fsync` has returned."""
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        for node in self.nodes:
+            if path.startswith(str(node.disk)):
+                node.filesystem.synchronised(path, fd)
 
     # --- system calls -----------------------------------------------------------------------------
 
