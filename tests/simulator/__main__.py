@@ -1,4 +1,4 @@
-"""python -m tests.simulator [--seed N] [--count N | --minutes M]: histories, one after the other."""
+"""python -m tests.simulator [--seed N] [--count N | --minutes M]: histories from a seed on."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--minutes", type=float, help="in place of --count")
     parser.add_argument("--twice", action="store_true", help="each must be the same again")
+    parser.add_argument("--plant", help="a fault that must be found, see plants.py")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--go-on", action="store_true", help="do not stop at a finding")
     options = parser.parse_args()
@@ -31,14 +32,17 @@ def main() -> int:
 
     faulthandler.dump_traceback_later(int(os.environ.get("LIMIT", "600")), exit=True)
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
     import torch
     import torch._dynamo
 
     torch.set_num_threads(1)
+    from . import image
     from .history import Plan, happen, reference, shrunk
 
+    if options.plant:
+        image.planting.append(options.plant)
     references = reference(64)
     begin, done, versions, launches, found = time.perf_counter(), 0, 0, 0, []
     while True:
@@ -66,6 +70,8 @@ def main() -> int:
         if outcome.wrong:
             found.append(plan.seed)
             print(f"WRONG: {outcome.wrong}\n  {plan}")
+            if options.plant:
+                break
             if not options.go_on:
                 small = shrunk(plan, references)
                 outcome = happen(small, references)

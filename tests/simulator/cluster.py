@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,6 @@ from .image import PROGRAMS
 from .library import Library
 from .scheduler import Task
 from .world import Node, Process, World
-
 
 ENVIRONMENT = {"TIERCKPT_COPY_ENGINE": "torch", "PATH": "/usr/bin:/bin", "HOME": "/root"}
 """Of trainers. The copy engine in C would wait in the processor, and not in the world."""
@@ -65,8 +65,9 @@ class Reduction:
     def wait(self) -> list[int]:
         """The result."""
         group = self._group
-        full = lambda: len(self._brought) == group.size  # noqa: E731
-        group.collectives.wait(full, self._brought, group.patience_seconds)
+        group.collectives.wait(
+            lambda: len(self._brought) == group.size, self._brought, group.patience_seconds
+        )
         return [min(column) for column in zip(*self._brought.values(), strict=True)]
 
     def done(self) -> bool:
@@ -163,7 +164,7 @@ class Launch:
             programs = image.load(PROGRAMS)
             group = SimulatedGroup(self.collectives, process, rank)
             gradients = SimulatedGroup(self.gradients, process, rank)
-            told = lambda *what: tell(self.number, rank, *what)  # noqa: E731
+            told = functools.partial(tell, self.number, rank)
             programs.trainer(group, gradients.barrier, self.number, until, settings, told)
 
         return main

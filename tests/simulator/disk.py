@@ -84,7 +84,9 @@ class Disk:
             kinds = [content, safe or b"", content[: chance.randint(0, len(content))]]
             left = chance.choice(kinds)
             if left != content:
-                changed.append(f"{path.relative_to(self.root)}: {len(left)} of {len(content)} bytes")
+                changed.append(
+                    f"{path.relative_to(self.root)}: {len(left)} of {len(content)} bytes"
+                )
                 mode = stat.S_IMODE(found.st_mode)
                 path.chmod(0o600)
                 path.write_bytes(left)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import io
 import random
 import shutil
@@ -350,12 +351,16 @@ def happen(plan: Plan, references: list[str]) -> Outcome:
     root = Path(tempfile.mkdtemp(prefix="tierckpt-world-", dir="/dev/shm"))
     try:
         with silent() as output:
+            gc.collect()  # when it runs by itself is not a part of the seed
+            gc.freeze()
+            gc.disable()
             history = History(plan, references, root, *_world())
             try:
                 outcome = history.run()
             finally:
                 history.world.close()
                 history.library.clear()
+                gc.enable()
         outcome.output = output.getvalue()
         return outcome
     finally:

@@ -14,11 +14,13 @@ import types
 import typing
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .plants import planted
 
 if TYPE_CHECKING:
     from .world import World
@@ -41,9 +43,17 @@ def find(name: str) -> tuple[Path, bool] | None:
     return (path.with_suffix(".py"), False) if path.with_suffix(".py").is_file() else None
 
 
+planting: list[str] = []
+"""The fault to plant, see `plants`; to be set before the first process."""
+
+
 @functools.cache
 def compiled(path: Path) -> types.CodeType:
     """The code of a file."""
+    if planting:
+        return compile(
+            planted(planting[0], path.read_text(), str(path)), str(path), "exec", dont_inherit=True
+        )
     found = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
     assert found is not None
     return found
@@ -58,13 +68,13 @@ class Image:
         self.world = world
         self.standard = standard
         self.modules: dict[str, types.ModuleType] = {}
+        self.at_exit: list[Callable[[], Any]] = []
+        """What modules have registered when they were made."""
         self.builtins = {**builtins.__dict__, "__import__": self._import, "open": opener}
         self._fresh: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     @classmethod
-    def take(
-        cls, world: World, standard: dict[str, types.ModuleType], opener: Any
-    ) -> Image:
+    def take(cls, world: World, standard: dict[str, types.ModuleType], opener: Any) -> Image:
         """A copy for a new process."""
         if cls.free:
             image = cls.free.pop()

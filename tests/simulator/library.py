@@ -12,21 +12,17 @@ import builtins
 import errno
 import fcntl
 import io
-import json
 import os
-import random
 import select
-import shutil
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +32,19 @@ from .scheduler import Killed
 from .world import Exit, Process, World
 
 EFFECTS = (
-    "access chdir chmod chown fchmod fsync fdatasync ftruncate truncate link lstat listdir lseek "
-    "makedirs mkdir posix_fallocate pread preadv pwrite pwritev read readlink remove rename replace "
-    "rmdir scandir stat statvfs symlink unlink utime write fstat isatty sendfile fstatvfs"
-).split()
+    *("access", "chdir", "chmod", "chown", "fchmod", "fsync", "fdatasync", "ftruncate", "truncate"),
+    *("link", "lstat", "listdir", "lseek", "makedirs", "mkdir", "posix_fallocate", "pread"),
+    *("preadv", "pwrite", "pwritev", "read", "readlink", "remove", "rename", "replace", "rmdir"),
+    *("scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write", "fstat", "isatty"),
+    *("sendfile", "fstatvfs"),
+)
 """Calls that are real; each is a moment at which a fault, or another task, may come."""
 WITH_PATH = frozenset(
-    "access chmod link lstat listdir makedirs mkdir readlink remove rename replace rmdir scandir "
-    "stat statvfs symlink truncate unlink utime".split()
+    (
+        *("access", "chmod", "link", "lstat", "listdir", "makedirs", "mkdir", "readlink", "remove"),
+        *("rename", "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "truncate"),
+        *("unlink", "utime"),
+    )
 )
 NO_EFFECT = ("nice", "setpriority", "sched_setaffinity", "posix_fadvise", "setpgid", "setsid")
 COPIES = ("threading", "queue", "selectors", "pathlib", "tempfile", "shutil")
@@ -87,7 +88,7 @@ class Library:
         self.modules["time"] = self._time()
         self.modules["os"] = self._os()
         self.modules["os.path"] = self.modules["posixpath"] = self._copy("posixpath")
-        self.modules["os"].path = self.modules["os.path"]  # type: ignore[attr-defined]
+        self.modules["os"].path = self.modules["os.path"]
         self.modules["_io"] = self.modules["io"] = self._io()
         self.modules["select"] = self._select()
         self.modules["fcntl"] = self._fcntl()
@@ -99,22 +100,22 @@ class Library:
         self.modules["faulthandler"] = types.ModuleType("faulthandler")
         self.modules["_queue"] = types.ModuleType("_queue")  # without its SimpleQueue
         self.modules["_threading_local"] = types.ModuleType("_threading_local")
-        self.modules["_threading_local"].local = object  # type: ignore[attr-defined]
+        self.modules["_threading_local"].local = object
         threading = self._copy("threading")
         self.modules["_threading_local"] = self._copy("_threading_local")
-        threading.main_thread = self._main_thread  # type: ignore[attr-defined]
-        threading.excepthook = self._failed_thread  # type: ignore[attr-defined]
-        threading.local = self.modules["_threading_local"].local  # type: ignore[attr-defined]
+        threading.main_thread = self._main_thread
+        threading.excepthook = self._failed_thread
+        threading.local = self.modules["_threading_local"].local
         for name in ("queue", "fnmatch", "selectors", "pathlib", "tempfile", "shutil"):
             self._copy(name)
         futures = types.ModuleType("concurrent.futures")
         self.modules["concurrent.futures"] = futures
-        futures._base = self._copy("concurrent.futures._base")  # type: ignore[attr-defined]
+        futures._base = self._copy("concurrent.futures._base")
         self._copy("concurrent.futures.thread")
         futures.__dict__.update(self.modules["concurrent.futures._base"].__dict__)
         futures.__dict__.update(self.modules["concurrent.futures.thread"].__dict__)
         concurrent = types.ModuleType("concurrent")
-        concurrent.futures = futures  # type: ignore[attr-defined]
+        concurrent.futures = futures
         self.modules["concurrent"] = concurrent
         self.modules["importlib"] = self._importlib()
         self.modules["pickle"] = self._pickle()
@@ -134,6 +135,7 @@ class Library:
     def image(self, process: Process) -> Image:
         """The modules of a new process."""
         process.image = Image.take(self.world, self.modules, self._open)
+        process.at_exit += process.image.at_exit
         return process.image
 
     def _copy(self, name: str) -> types.ModuleType:
@@ -225,7 +227,14 @@ class Library:
         if name == "boot_id":
             path.write_text(of.node.boot_id + "\n")
         elif name == "stat":
-            fields = [str(of.parent), str(of.pid), str(of.pid), *["0"] * 16, str(of.pid), *["0"] * 30]
+            fields = [
+                str(of.parent),
+                str(of.pid),
+                str(of.pid),
+                *["0"] * 16,
+                str(of.pid),
+                *["0"] * 30,
+            ]
             path.write_text(f"{of.pid} ({of.name}) S {' '.join(fields)}\n")
         elif name == "environ":
             path.write_bytes(b"".join(f"{n}={v}\0".encode() for n, v in of.environ.items()))
@@ -360,7 +369,7 @@ class Library:
     def _io(self) -> types.ModuleType:
         module = types.ModuleType("io")
         module.__dict__.update(io.__dict__)
-        module.open = self._open  # type: ignore[attr-defined]
+        module.open = self._open
         return module
 
     def _open(self, file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -370,9 +379,7 @@ class Library:
             file = self._place(process, file)
         elif isinstance(file, bool):
             raise TypeError("a path or a descriptor")
-        if opener := kwargs.get("opener"):
-            kwargs["opener"] = opener
-        found = io.open(file, *args, **kwargs)
+        found = open(file, *args, **kwargs)  # noqa: SIM115
         process.fds.add(found.fileno())
         return _Tracked.of(found, process)
 
@@ -424,7 +431,7 @@ class Library:
 
             return ready(readers), ready(writers), []
 
-        module.poll, module.select = Poll, select_  # type: ignore[attr-defined]
+        module.poll, module.select = Poll, select_
         return module
 
     def _fcntl(self) -> types.ModuleType:
@@ -607,7 +614,9 @@ class Library:
                 pair.append(Socket(family, kind, proto, fileno=each.detach()))
             return pair[0], pair[1]
 
-        def send_fds(sock: Socket, buffers: Any, fds: Any, flags: int = 0, address: Any = None) -> int:
+        def send_fds(
+            sock: Socket, buffers: Any, fds: Any, flags: int = 0, address: Any = None
+        ) -> int:
             import array
 
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -663,7 +672,10 @@ class Library:
         module = types.ModuleType("atexit")
 
         def register(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.world.process.at_exit.append(lambda: function(*args, **kwargs))
+            process, call = self.world.process, partial(function, *args, **kwargs)
+            process.at_exit.append(call)
+            if self.world.importing and process.image is not None:
+                process.image.at_exit.append(call)
             return function
 
         module.__dict__.update(register=register, unregister=lambda function: None)
@@ -680,7 +692,7 @@ class Library:
             assert image is not None
             return image.import_module(name, package)
 
-        module.import_module = import_module  # type: ignore[attr-defined]
+        module.import_module = import_module
         return module
 
     def _pickle(self) -> types.ModuleType:
@@ -824,17 +836,15 @@ class Library:
             def __exit__(self, *_: object) -> None:
                 self.wait()
 
-        module.Popen = Popen  # type: ignore[attr-defined]
+        module.Popen = Popen
         return module
 
     def _wrap(self, fd: int, mode: str, process: Process) -> Any:
         process.fds.add(fd)
         os.set_blocking(fd, False)
-        return _Tracked.of(io.open(fd, mode, buffering=0), process)
+        return _Tracked.of(open(fd, mode, buffering=0), process)
 
-    def _program(
-        self, args: list[str], given: list[int]
-    ) -> tuple[str, Callable[[Process], Any]]:
+    def _program(self, args: list[str], given: list[int]) -> tuple[str, Callable[[Process], Any]]:
         """The name and the code of a program."""
         if "-c" in args[:12] and args[0] == sys.executable:
             module, _, *rest = args[args.index("-c") + 2 :]
@@ -902,4 +912,3 @@ class _Tracked:
 
 
 __all__ = ["Library"]
-_ = (random, json, shutil, stat, Killed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 LEVELS = ("memory", "local", "persistent")
@@ -87,8 +88,10 @@ class Oracle:
             raise WrongError(
                 f"run {run} restored v{version}, and {level} was said to have v{must}: {self.floor}"
             )
-        for (earlier, start), (later, begin) in zip(trail, trail[1:], strict=False):
-            if later == run and earlier != run and begin > max(
-                [*self.reached[earlier].values(), start], default=0
+        for (earlier, start), (later, begin) in pairwise(trail):
+            if (
+                later == run
+                and earlier != run
+                and begin > max([*self.reached[earlier].values(), start], default=0)
             ):
                 raise WrongError(f"run {run} restored v{begin}, which run {earlier} never reached")

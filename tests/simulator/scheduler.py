@@ -7,6 +7,7 @@ which somebody waits.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 import select
@@ -192,8 +193,7 @@ class Scheduler:
             if not task.greenlet.dead and task.greenlet:
                 self.current = task
                 try:
-                    task.greenlet.throw(Killed)
-                except BaseException:  # noqa: BLE001, S110 - it is dead
-                    pass
+                    with contextlib.suppress(BaseException):
+                        task.greenlet.throw(Killed)
                 finally:
                     self.current = None

@@ -131,18 +131,20 @@ class World:
             except Killed:
                 return
             except SystemExit as error:
-                process.status = error.code if isinstance(error.code, int) else int(bool(error.code))
+                process.status = (
+                    error.code if isinstance(error.code, int) else int(bool(error.code))
+                )
                 if isinstance(error, Exit):
                     process.at_exit.clear()
-            except BaseException as error:  # noqa: BLE001 - as an interpreter does
+            except BaseException as error:
                 process.status, process.failure = 1, error
-                process.log = traceback.format_exc()  # type: ignore[attr-defined]
+                process.log = traceback.format_exc()
             try:
                 while process.at_exit:
                     process.at_exit.pop()()
             except Killed:
                 return
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 process.failure = process.failure or error
             self.end(process, process.status)
 
