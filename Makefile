@@ -24,7 +24,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/manyranks.py benchmarks/ballots.py benchmarks/scale.py benchmarks/routed.py \
 	benchmarks/journal.py benchmarks/papers.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-quick test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos mutants suites oldest-frameworks clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-quick test-unit test-store test-dist test-crash test-gpu coverage lint format docs bench figures chaos mutants simulate-faults suites oldest-frameworks clean
 
 help:
 	@echo 'make demo        train a small classifier on two ranks, kill one, and compare the loss curves'
@@ -39,6 +39,7 @@ help:
 	@echo 'make coverage    run all tiers and list the lines that no test runs'
 	@echo 'make bench       run the benchmarks at toy size'
 	@echo 'make figures     measure the figures of the documents again, in 90 minutes (QUICK=1: in 10), and set both side by side'
+	@echo 'make simulate-faults  whole jobs in a simulated world for MINUTES (10), from SEED (1) on'
 	@echo 'make chaos       random faults for CHAOS_SECONDS (600), with CHAOS_SEED (0), under CHAOS_LAUNCHER (ddp or horovod; ddp-journal, horovod-journal)'
 	@echo 'make mutants     try N (20) more mutants of the product on the tests; CHECK=1: those that were killed, again'
 	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
@@ -156,6 +157,8 @@ bench: $(READY)
 figures: $(READY)
 	$(PY) benchmarks/figures.py --run $(if $(QUICK),--quick)
 
+SEED ?= 1
+MINUTES ?= 10
 CHAOS_SECONDS ?= 600
 CHAOS_SEED ?= 0
 CHAOS_LAUNCHER ?= ddp
@@ -166,6 +169,8 @@ chaos: $(READY)
 N ?= 20
 mutants: $(READY)
 	$(PY) tools/mutants.py $(if $(CHECK),check,run) $(N)
+simulate-faults: $(READY)
+	PYTHONPATH=. $(PY) -m tests.simulator --seed $(SEED) --minutes $(MINUTES)
 
 suites: horovod
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps expecttest

@@ -1,0 +1,392 @@
+"""Histories: a job, its settings, and the failures that meet it, all drawn from a seed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import gc
+import io
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .cluster import Launch, agent_program
+from .image import Image
+from .library import Library
+from .oracle import Oracle
+from .world import Node, Process, World
+
+HOUR_SECONDS = 3600.0
+MOST_TURNS = 400_000
+KINDS = {
+    "rank": 6,
+    "agent": 4,
+    "ranks": 3,
+    "node": 3,
+    "disk": 1,
+    "full": 2,
+    "broken write": 2,
+    "pause": 3,
+}
+"""Kinds of failures, with their weights."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One failure."""
+
+    kind: str
+    call: int
+    """The number of system calls after the one before, or after the start."""
+    where: int
+    """A number that chooses a rank or a node."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.where}) after {self.call} calls"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A history before it happens."""
+
+    seed: int
+    nodes: int
+    ranks: int
+    """On each node."""
+    steps: int
+    settings: dict[str, Any]
+    faults: tuple[Fault, ...]
+
+    @staticmethod
+    def drawn(seed: int) -> Plan:
+        """The plan of a seed."""
+        numbers = random.Random(seed)
+        pick = numbers.choice
+        settings: dict[str, Any] = {
+            "local_every_steps": pick([1, 2, 3, 5]),
+            "local_every_seconds": 0.0,
+            "memory_every_steps": pick([1, 1, 2]),
+            "local_keep_last": pick([1, 2, 2, 3]),
+        }
+        if pick([True, False]):
+            settings["persistent_every_steps"] = pick([2, 4, 7])
+        if pick([True, False, False]):
+            settings["when_busy"] = "wait"
+        kinds = numbers.choices([*KINDS], [*KINDS.values()], k=numbers.randint(2, 6))
+        faults = [
+            Fault(kind, int(10 ** numbers.uniform(1, 3.4)), numbers.randrange(100))
+            for kind in kinds
+        ]
+        nodes = pick([1, 1, 2])
+        ranks = pick([1, 2, 2, 3])
+        return Plan(seed, nodes, ranks, numbers.randint(10, 40), settings, tuple(faults))
+
+    def __str__(self) -> str:
+        faults = "; ".join(map(str, self.faults))
+        return (
+            f"seed {self.seed}: {self.nodes} nodes x {self.ranks} ranks, {self.steps} steps, "
+            f"{self.settings}, faults: {faults or 'none'}"
+        )
+
+
+@dataclass
+class Outcome:
+    """What came of a history."""
+
+    plan: Plan
+    wrong: str = ""
+    versions: int = 0
+    launches: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    """Of the world."""
+    met: list[str] = field(default_factory=list)
+    """Failures that happened."""
+    said: list[str] = field(default_factory=list)
+    output: str = ""
+
+
+class History:
+    """Runs one plan."""
+
+    def __init__(
+        self, plan: Plan, reference: list[str], root: Path, world: World, library: Library
+    ) -> None:
+        self.plan, self.world, self.library = plan, world, library
+        world.begin(plan.seed, root, plan.nodes)
+        self.library.programs["tierckpt.agent.process"] = agent_program(self.library)
+        self.oracle = Oracle(reference)
+        self.outcome = Outcome(plan)
+        self._left = list(plan.faults)
+        self._next = self._left[0].call if self._left else None
+        self._launch: Launch | None = None
+        self._launches = 0
+        self._full: tuple[str, int] | None = None
+        """A disk that is full, and the call until which it is."""
+        self._broken: str | None = None
+        self._done = False
+        self._lost_something = False
+        self.world.before_call = self._before_call
+        self.world.on_end = self._wake_driver
+
+    def run(self) -> Outcome:
+        """Let it happen."""
+        world, outcome = self.world, self.outcome
+        world.scheduler.spawn(world.init, self._drive, "driver")
+        self._driver = world.scheduler._ready[-1]
+        why = world.scheduler.run(
+            lambda: self._done or bool(self.oracle.wrong), HOUR_SECONDS * 4, MOST_TURNS
+        )
+        outcome.wrong = self.oracle.wrong or (f"the job did not end: {why}" if why else "")
+        outcome.launches, outcome.calls = self._launches, world.calls
+        outcome.seconds = world.scheduler.now - 1e6
+        outcome.said = self.oracle.said
+        outcome.versions = sum(max(each.values()) for each in self.oracle.reached.values())
+        if why:
+            outcome.said += self._stacks()
+        return outcome
+
+    def _stacks(self) -> list[str]:
+        import traceback
+
+        found = [
+            f"--- {each.name} {each.pid} failed: {getattr(each, 'log', each.failure)}"
+            for each in self.world.processes.values()
+            if each.failure is not None
+        ]
+        for process in self.world.processes.values():
+            for task in process.tasks if process.alive else ():
+                if not task.done and task.greenlet.gr_frame:
+                    lines = traceback.format_stack(task.greenlet.gr_frame)[-8:]
+                    found.append(f"--- {process.name} {task.name}\n" + "".join(lines))
+        return found
+
+    # --- the launcher ---------------------------------------------------------------------------
+
+    def _wake_driver(self) -> None:
+        if self._launch is not None:
+            self._launch.note_deaths()
+        self.world.scheduler.wake(self._driver)
+
+    def _drive(self) -> None:
+        world, scheduler = self.world, self.world.scheduler
+        while True:
+            self._launches += 1
+            self.oracle.run = self._launches
+            faults_before = len(self._left)
+            places = [node for node in world.nodes for _ in range(self.plan.ranks)]
+            self._launch = launch = Launch(self.library, self._launches, places)
+            launch.start(self.plan.steps, self._settings, self.oracle.tell)
+            while not launch.over:
+                scheduler.park()
+                if launch.failed and not launch.over:
+                    scheduler.park(world.random.uniform(0.0, 0.3))
+                    launch.kill()
+            if not launch.failed:
+                self._check_end()
+                self._done = True
+                return
+            if faults_before == len(self._left) and not self._met_since(launch):
+                self.oracle.wrong = self.oracle.wrong or self._why(launch)
+                return
+            if self._launches > 30:
+                self.oracle.wrong = "thirty starts were not enough"
+                return
+
+    def _met_since(self, launch: Launch) -> bool:
+        return any(each.status == -9 for each in launch.processes) and self._killed_in == launch
+
+    _killed_in: Launch | None = None
+
+    def _why(self, launch: Launch) -> str:
+        for each in launch.processes:
+            if each.failure is not None and "Connection closed" not in str(each.failure):
+                return f"{each.name} failed without a failure around it: {getattr(each, 'log', '')}"
+        return "a rank ended without a reason: " + str([e.status for e in launch.processes])
+
+    def _check_end(self) -> None:
+        """The job has reached its end: its last version must be on disk."""
+        have = max(self.oracle.floor["local"], self.oracle.floor["persistent"])
+        if have < self.plan.steps and not self._lost_something:
+            self.oracle.wrong = (
+                f"close() left v{have}, and the state was v{self.plan.steps}: {self.oracle.floor}"
+            )
+
+    def _settings(self, node: Node) -> dict[str, Any]:
+        settings = dict(self.plan.settings)
+        settings["path"] = str(node.disk / "ckpts")
+        settings["shm_dir"] = str(node.shm)
+        if "persistent_every_steps" in settings:
+            settings["persistent_path"] = str(self.world.root / "shared")
+        return settings
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def _before_call(self, process: Process, name: str, args: tuple[Any, ...]) -> None:
+        if self._next is not None and self.world.calls >= self._next and self._launch:
+            self._strike(process)
+        if name in ("write", "pwrite", "posix_fallocate", "open", "fsync", "pwritev"):
+            self._refuse(process, name, args)
+
+    def _strike(self, process: Process) -> None:
+        fault = self._left.pop(0)
+        self._next = self.world.calls + self._left[0].call if self._left else None
+        self.outcome.met.append(f"{fault} in call {self.world.calls} of {process.name}")
+        self.oracle.said.append(f"*** {self.outcome.met[-1]}")
+        world, launch = self.world, self._launch
+        assert launch is not None
+        node = world.nodes[fault.where % len(world.nodes)]
+        if fault.kind == "rank":
+            self._killed_in = launch
+            self._kill(launch.processes[fault.where % len(launch.processes)])
+        elif fault.kind == "ranks":
+            self._killed_in = launch
+            for each in launch.processes:
+                self._kill(each)
+        elif fault.kind == "agent":
+            for each in [*world.processes.values()]:
+                if each.node is node and each.name == "agent":
+                    self._kill(each)
+        elif fault.kind in ("node", "disk"):
+            self._killed_in = launch
+            for each in [*world.processes.values()]:
+                if each.node is node:
+                    self._kill(each)
+            node.boots += 1
+            self._wipe(node.shm)
+            # Without another level, a lost disk is the end of the job: it needs a person.
+            gone = fault.kind == "disk" and (
+                len(world.nodes) == 1 or "persistent_every_steps" in self.plan.settings
+            )
+            self.oracle.lose("memory")
+            changed = node.filesystem.crash(world.random)
+            self.oracle.said.append(f"    the crash has changed: {', '.join(changed) or 'nothing'}")
+            if gone:
+                self._wipe(node.disk)
+                self.oracle.lose("local")
+        elif fault.kind == "full":
+            self._full = str(node.disk), world.calls + 40
+            self._lost_something = True
+        elif fault.kind == "broken write":
+            self._broken = str(node.disk)
+            self._lost_something = True
+        elif fault.kind == "pause":
+            world.scheduler.now += 3.0
+        if not process.alive:
+            from .scheduler import Killed
+
+            raise Killed
+
+    def _kill(self, process: Process) -> None:
+        if process.alive:
+            self.world.end(process, -9)
+
+    def _wipe(self, folder: Path) -> None:
+        for each in folder.iterdir():
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+
+    def _refuse(self, process: Process, name: str, args: tuple[Any, ...]) -> None:
+        if self._full is None and self._broken is None:
+            return
+        where = self._place_of(args[0]) if args else ""
+        if self._full is not None and where.startswith(self._full[0]):
+            if self.world.calls > self._full[1]:
+                self._full = None
+            elif name != "fsync" and (name != "open" or self._writes(args)):
+                raise OSError(errno.ENOSPC, "No space left on device (simulated)")
+        if self._broken is not None and where.startswith(self._broken) and name != "open":
+            self._broken = None
+            raise OSError(errno.EIO, "Input/output error (simulated)")
+
+    @staticmethod
+    def _writes(args: tuple[Any, ...]) -> bool:
+        mode = args[1] if len(args) > 1 else "r"
+        return bool(mode & 0o100) if isinstance(mode, int) else "w" in mode or "x" in mode
+
+    @staticmethod
+    def _place_of(what: Any) -> str:
+        if isinstance(what, int):
+            import os
+
+            with contextlib.suppress(OSError):
+                return os.readlink(f"/proc/self/fd/{what}")
+            return ""
+        return str(what)
+
+
+def reference(steps: int) -> list[str]:
+    """The fingerprint of the state by version."""
+    from . import programs_reference
+
+    return programs_reference.fingerprints(steps)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[io.StringIO]:
+    """Context in which what the product prints is kept."""
+    before, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        yield sys.stderr
+    finally:
+        sys.stderr = before
+
+
+@functools.cache
+def _world() -> tuple[World, Library]:
+    world = World()
+    world.begin(0, Path(tempfile.mkdtemp(prefix="tierckpt-world-", dir="/dev/shm")), 1)
+    library = Library(world)
+    shutil.rmtree(world.root)
+    return world, library
+
+
+def happen(plan: Plan, references: list[str]) -> Outcome:
+    """Run a plan in a folder of its own."""
+    root = Path(tempfile.mkdtemp(prefix="tierckpt-world-", dir="/dev/shm"))
+    try:
+        with silent() as output:
+            gc.collect()  # when it runs by itself is not a part of the seed
+            gc.freeze()
+            gc.disable()
+            history = History(plan, references, root, *_world())
+            try:
+                outcome = history.run()
+            finally:
+                history.world.close()
+                history.library.clear()
+                gc.enable()
+        outcome.output = output.getvalue()
+        return outcome
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def shrunk(plan: Plan, references: list[str], most: int = 60) -> Plan:
+    """A shorter plan that goes wrong, too."""
+    tries = 0
+    changed = True
+    while changed and tries < most:
+        changed = False
+        for index in range(len(plan.faults)):
+            faults = plan.faults[:index] + plan.faults[index + 1 :]
+            shorter = replace(plan, faults=faults)
+            tries += 1
+            if happen(shorter, references).wrong:
+                plan, changed = shorter, True
+                break
+        for steps in (plan.steps // 2, plan.steps - 1):
+            shorter = replace(plan, steps=steps)
+            tries += 1
+            if steps > 2 and happen(shorter, references).wrong:
+                plan, changed = shorter, True
+                break
+    return plan
+
+
+__all__ = ["Fault", "History", "Image", "Outcome", "Plan", "happen", "reference", "shrunk"]

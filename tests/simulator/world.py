@@ -1,0 +1,271 @@
+"""A world: nodes, the processes on them, and what the operating system keeps about them.
+
+A process has its own copy of the product's modules (`Image`), its own descriptors, environment and
+exit handlers. `kill` is SIGKILL: nothing of it runs any more, its descriptors are closed, its locks
+of files are free, and whoever waits for its end learns of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .disk import Disk
+from .scheduler import TICK_SECONDS, Killed, Scheduler, Task
+
+if TYPE_CHECKING:
+    from .image import Image
+    from .locks import Lock
+
+FIRST_PID = 100
+
+
+class Node:
+    """A machine: a name, a boot, a memory and a disk."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self.world, self.index = world, index
+        self.name = f"node{index}"
+        self.boots = 0
+        self.shm = world.root / self.name / "shm"
+        self.disk = world.root / self.name / "disk"
+        for each in (self.shm, self.disk):
+            each.mkdir(parents=True)
+        self.filesystem = Disk(self.disk)
+
+    @property
+    def boot_id(self) -> str:
+        """As in /proc/sys/kernel/random/boot_id."""
+        return f"00000000-0000-4000-8000-{self.index:06d}{self.boots:06d}"
+
+
+class Process:
+    """A simulated process."""
+
+    def __init__(
+        self, world: World, node: Node, name: str, parent: int, environ: dict[str, str]
+    ) -> None:
+        self.world, self.node, self.name, self.parent = world, node, name, parent
+        self.environ = environ
+        self.pid = world.new_pid()
+        self.alive, self.status = True, 0
+        self.tasks: list[Task] = []
+        self.fds: set[int] = set()
+        self.at_exit: list[Callable[[], Any]] = []
+        self.watchers: list[int] = []
+        """Event descriptors that become readable when this process ends."""
+        self.image: Image | None = None
+        self.sentinels: dict[int, Lock] = {}
+        self.failure: BaseException | None = None
+
+
+class Exit(SystemExit):
+    """`os._exit`."""
+
+
+class World:
+    """All that is outside of the processes."""
+
+    def __init__(self) -> None:
+        self.scheduler = Scheduler()
+        self.random = self.scheduler.random
+
+    def begin(self, seed: int, root: Path, nodes: int) -> None:
+        """Start a history in an empty folder."""
+        self.scheduler.begin(seed)
+        self.root = root
+        self.processes: dict[int, Process] = {}
+        self._pids = FIRST_PID
+        self.nodes = [Node(self, index) for index in range(nodes)]
+        self.importing = False
+        self.locks: dict[tuple[int, int], dict[Process, int]] = {}
+        """POSIX's locks of whole files: by device and inode, the processes and their kinds."""
+        self.over = False
+        """True at the end of a history: nothing has an effect any more."""
+        self.calls = 0
+        """System calls so far."""
+        self.before_call: Callable[[Process, str, tuple[Any, ...]], None] | None = None
+        """Faults are injected here: it may raise OSError, or kill the process."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a process has ended."""
+        self.init = Process(self, self.nodes[0], "init", 0, {})
+        """What runs outside of all tasks."""
+
+    def new_pid(self) -> int:
+        """The number of a new process."""
+        self._pids += 1
+        return self._pids
+
+    @property
+    def process(self) -> Process:
+        """The process that runs now."""
+        task = self.scheduler.current
+        if task is None:
+            return self.init
+        process = task.owner
+        assert isinstance(process, Process)
+        return process
+
+    # --- processes and threads ------------------------------------------------------------------
+
+    def start(
+        self,
+        node: Node,
+        name: str,
+        main: Callable[[Process], Any],
+        parent: int = 1,
+        environ: dict[str, str] | None = None,
+    ) -> Process:
+        """Start a process that calls `main`, and then its exit handlers."""
+        process = Process(self, node, name, parent, dict(environ or {}))
+        self.processes[process.pid] = process
+
+        def run() -> None:
+            try:
+                found = main(process)
+                process.status = found if isinstance(found, int) else 0
+            except Killed:
+                return
+            except SystemExit as error:
+                process.status = (
+                    error.code if isinstance(error.code, int) else int(bool(error.code))
+                )
+                if isinstance(error, Exit):
+                    process.at_exit.clear()
+            except BaseException as error:
+                process.status, process.failure = 1, error
+                process.log = traceback.format_exc()
+            try:
+                while process.at_exit:
+                    process.at_exit.pop()()
+            except Killed:
+                return
+            except BaseException as error:
+                process.failure = process.failure or error
+            self.end(process, process.status)
+
+        self._start_task(process, run, name)
+        return process
+
+    def start_thread(self, function: Callable[[], Any]) -> Task:
+        """Start a thread of the running process."""
+        process = self.process
+
+        def run() -> None:
+            try:
+                function()
+            except (Killed, SystemExit):
+                return
+            finally:
+                sentinel = process.sentinels.pop(ident[0], None)
+                if sentinel is not None and process.alive and sentinel.locked():
+                    sentinel.release()
+
+        ident: list[int] = []
+        task = self._start_task(process, run, f"{process.name} thread")
+        ident.append(task.ident)
+        return task
+
+    def _start_task(self, process: Process, run: Callable[[], None], name: str) -> Task:
+        task = self.scheduler.spawn(process, run, name)
+        process.tasks = [*process.tasks[:1], *(t for t in process.tasks[1:] if not t.done)]
+        process.tasks.append(task)
+        return task
+
+    def sentinel(self, lock: Lock) -> None:
+        """Keep the lock that the end of the running thread releases."""
+        task = self.scheduler.current
+        if task is not None:
+            self.process.sentinels[task.ident] = lock
+
+    def kill(self, process: Process, status: int = -9) -> None:
+        """SIGKILL: from now on nothing of it runs."""
+        self.end(process, status)
+        task = self.scheduler.current
+        if task is not None and task.owner is process:
+            raise Killed
+
+    def end(self, process: Process, status: int) -> None:
+        """Free what the process has."""
+        if not process.alive:
+            return
+        process.alive, process.status = False, status
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in process.fds:
+            os.dup2(nowhere, fd, inheritable=False)  # its objects still have the number
+        os.close(nowhere)
+        process.fds.clear()
+        for event in process.watchers:
+            os.eventfd_write(event, 1)
+            os.close(event)
+        process.watchers.clear()
+        for each in self.locks.values():
+            each.pop(process, None)
+        self.on_end()
+
+    def drop_locks(self, fd: int) -> None:
+        """The running process closes a descriptor: its locks of that file end."""
+        process = self.process
+        if not any(process in each for each in self.locks.values()):
+            return
+        with contextlib.suppress(OSError):
+            found = os.fstat(fd)
+            self.locks.get((found.st_dev, found.st_ino), {}).pop(process, None)
+
+    def synchronised(self, fd: int) -> None:
+        """`fsync` has returned."""
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        for node in self.nodes:
+            if path.startswith(str(node.disk)):
+                node.filesystem.synchronised(path, fd)
+
+    # --- system calls -----------------------------------------------------------------------------
+
+    def enter(self, name: str, args: tuple[Any, ...] = ()) -> Process:
+        """A system call begins: faults happen here, and another task may run."""
+        if self.over:
+            raise Killed
+        task = self.scheduler.current
+        if task is None:
+            return self.init
+        process = task.owner
+        assert isinstance(process, Process)
+        if not process.alive:
+            raise Killed
+        if self.importing:
+            return process
+        self.calls += 1
+        if self.before_call is not None:
+            self.before_call(process, name, args)
+        self.scheduler.give_way()
+        return process
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context that leaves no trace in the history: modules are made, which a later history
+        finds made."""
+        if self.importing:
+            yield
+            return
+        state, self.importing, self.scheduler.tick_seconds = self.random.getstate(), True, 0.0
+        try:
+            yield
+        finally:
+            self.importing, self.scheduler.tick_seconds = False, TICK_SECONDS
+            self.random.setstate(state)
+
+    def close(self) -> None:
+        """End everything."""
+        self.over = True
+        for process in self.processes.values():
+            if process.alive:
+                self.end(process, -9)
+        for process in self.processes.values():
+            self.scheduler.bury(process.tasks)
+            if process.image is not None:
+                process.image.free.append(process.image)
+                process.image = None
