@@ -169,6 +169,7 @@ chaos: $(READY)
 N ?= 20
 mutants: $(READY)
 	$(PY) tools/mutants.py $(if $(CHECK),check,run) $(N)
+
 simulate-faults: $(READY)
 	PYTHONPATH=. $(PY) -m tests.simulator --seed $(SEED) --minutes $(MINUTES)
 
