@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .cluster import Launch, agent_program
+from .disk import Disk
 from .image import Image
 from .library import Library
 from .oracle import Oracle
@@ -269,6 +270,7 @@ class History:
             self.oracle.said.append(f"    the crash has changed: {', '.join(changed) or 'nothing'}")
             if gone:
                 self._wipe(node.disk)
+                node.filesystem = Disk(node.disk)
                 self.oracle.lose("local")
         elif fault.kind == "full":
             self._full = str(node.disk), world.calls + 40
