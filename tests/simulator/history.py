@@ -23,6 +23,8 @@ from .library import Library
 from .oracle import Oracle
 from .world import Node, Process, World
 
+BEYOND_A_NODE = ("persistent_every_steps", "peer_redundancy")
+"""Settings of levels that survive the loss of a disk."""
 HOUR_SECONDS = 3600.0
 MOST_TURNS = 400_000
 KINDS = {
@@ -58,8 +60,8 @@ class Plan:
 
     seed: int
     nodes: int
-    ranks: int
-    """On each node."""
+    sizes: tuple[int, ...]
+    """Ranks on each node in the first start of the job, the second, ...; then the first again."""
     steps: int
     settings: dict[str, Any]
     faults: tuple[Fault, ...]
@@ -84,14 +86,16 @@ class Plan:
             Fault(kind, int(10 ** numbers.uniform(1, 3.4)), numbers.randrange(100))
             for kind in kinds
         ]
-        nodes = pick([1, 1, 2])
-        ranks = pick([1, 2, 2, 3])
-        return Plan(seed, nodes, ranks, numbers.randint(10, 40), settings, tuple(faults))
+        nodes = pick([1, 1, 2, 3])
+        sizes = tuple(numbers.choices([1, 2, 2, 3], k=pick([1, 1, 1, 3])))
+        if nodes > 1 and pick([True, True, False]):
+            settings["peer_redundancy"] = pick(["partner", "xor"])
+        return Plan(seed, nodes, sizes, numbers.randint(10, 40), settings, tuple(faults))
 
     def __str__(self) -> str:
         faults = "; ".join(map(str, self.faults))
         return (
-            f"seed {self.seed}: {self.nodes} nodes x {self.ranks} ranks, {self.steps} steps, "
+            f"seed {self.seed}: {self.nodes} nodes x {self.sizes} ranks, {self.steps} steps, "
             f"{self.settings}, faults: {faults or 'none'}"
         )
 
@@ -181,7 +185,8 @@ class History:
             self._launches += 1
             self.oracle.run = self._launches
             faults_before = len(self._left)
-            places = [node for node in world.nodes for _ in range(self.plan.ranks)]
+            size = self.plan.sizes[(self._launches - 1) % len(self.plan.sizes)]
+            places = [node for node in world.nodes for _ in range(size)]
             self._launch = launch = Launch(self.library, self._launches, places)
             launch.start(self.plan.steps, self._settings, self.oracle.tell)
             while not launch.over:
@@ -193,12 +198,21 @@ class History:
                 self._check_end()
                 self._done = True
                 return
+            if self.oracle.nothing_left and self._refuses(launch):
+                self._done = True  # a person has to decide
+                return
             if faults_before == len(self._left) and not self._met_since(launch):
                 self.oracle.wrong = self.oracle.wrong or self._why(launch)
                 return
             if self._launches > 30:
                 self.oracle.wrong = "thirty starts were not enough"
                 return
+
+    @staticmethod
+    def _refuses(launch: Launch) -> bool:
+        """Whether the job does not start because disks with its versions are gone."""
+        failures = [str(each.failure) for each in launch.processes if each.failure is not None]
+        return any("Restart with the nodes, or the disks" in each for each in failures)
 
     def _met_since(self, launch: Launch) -> bool:
         return any(each.status == -9 for each in launch.processes) and self._killed_in == launch
@@ -263,7 +277,7 @@ class History:
             self._wipe(node.shm)
             # Without another level, a lost disk is the end of the job: it needs a person.
             gone = fault.kind == "disk" and (
-                len(world.nodes) == 1 or "persistent_every_steps" in self.plan.settings
+                len(world.nodes) == 1 or {*self.plan.settings} & {*BEYOND_A_NODE}
             )
             self.oracle.lose("memory")
             changed = node.filesystem.crash(world.random)
@@ -271,7 +285,7 @@ class History:
             if gone:
                 self._wipe(node.disk)
                 node.filesystem = Disk(node.disk)
-                self.oracle.lose("local")
+                self.oracle.lose_disk(node.index)
         elif fault.kind == "full":
             self._full = str(node.disk), world.calls + 40
             self._lost_something = True

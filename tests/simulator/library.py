@@ -502,12 +502,47 @@ class Library:
         class Socket(socket.socket):
             """A real socket that never blocks the world."""
 
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
+            def __init__(
+                self, family: int = -1, type: int = -1, proto: int = -1, fileno: Any = None
+            ) -> None:
                 process = world.enter("socket")
-                super().__init__(*args, **kwargs)
+                self._inet = family == socket.AF_INET and fileno is None
+                self._name, self._peer = ("0.0.0.0", 0), ("0.0.0.0", 0)
+                if self._inet:
+                    family, proto = socket.AF_UNIX, 0
+                super().__init__(family, type, proto, fileno)
                 super().setblocking(False)
                 self._seconds: float | None = None
+                self._shut = False
                 process.fds.add(self.fileno())
+
+            def bind(self, where: Any) -> None:
+                world.enter("bind", (where,))
+                if not self._inet:
+                    super().bind(where)
+                    return
+                self._name = where[0], where[1] or world.new_port()
+                super().bind(world.port(*self._name))
+                world.process.ports.append(world.port(*self._name))
+
+            def getsockname(self) -> Any:
+                return self._name if self._inet else super().getsockname()
+
+            def getpeername(self) -> Any:
+                return self._peer if self._inet else super().getpeername()
+
+            def setsockopt(self, level: int, *args: Any) -> None:
+                if not (self._inet and level == socket.IPPROTO_TCP):
+                    super().setsockopt(level, *args)
+
+            def _reach(self, where: Any) -> int:
+                """Connect over the world's network; returns an error's number."""
+                self._name, self._peer = (world.process.node.address, world.new_port()), where[:2]
+                if self.type == socket.SOCK_DGRAM:
+                    return 0
+                if (there := world.port(*where[:2])) and os.path.exists(there):
+                    return socket.socket.connect_ex(self, there)
+                return errno.ECONNREFUSED
 
             def settimeout(self, seconds: float | None) -> None:
                 self._seconds = seconds
@@ -576,13 +611,23 @@ class Library:
                 while view:
                     view = view[self.send(view, *args) :]
 
+            def _accept_now(self) -> tuple[int, Any]:
+                if self._shut or self.fileno() < 0:
+                    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                return self._accept()
+
             def accept(self) -> tuple[Socket, Any]:
-                fd, where = self._again("accept", select.POLLIN, self._accept)
-                return Socket(self.family, self.type, self.proto, fileno=fd), where
+                fd, where = self._again("accept", select.POLLIN, self._accept_now)
+                channel = Socket(self.family, self.type, self.proto, fileno=fd)
+                if self._inet:
+                    channel._inet, channel._name = True, self._name
+                    channel._peer = where = (self._name[0], world.new_port())
+                return channel, where
 
             def connect(self, where: Any) -> None:
                 world.enter("connect", (where,))
-                code = socket.socket.connect_ex(self, where)
+                reach = self._reach if self._inet else partial(socket.socket.connect_ex, self)
+                code = reach(where)
                 if code == errno.EINPROGRESS:
                     if self._seconds == 0:
                         raise BlockingIOError(code, os.strerror(code))
@@ -598,7 +643,14 @@ class Library:
                     return int(error.errno or 1)
                 return 0
 
+            def shutdown(self, how: int) -> None:
+                super().shutdown(how)
+                self._shut = True
+                world.scheduler.poke(self.fileno())
+
             def close(self) -> None:
+                if not world.over:
+                    world.scheduler.poke(self.fileno())
                 task = world.scheduler.current
                 if task is not None and not world.over:
                     world.process.fds.discard(self.fileno())
@@ -613,6 +665,29 @@ class Library:
                 family, kind, proto = each.family, each.type, each.proto
                 pair.append(Socket(family, kind, proto, fileno=each.detach()))
             return pair[0], pair[1]
+
+        def create_server(where: Any, **kwargs: Any) -> Socket:
+            listener = Socket(socket.AF_INET, socket.SOCK_STREAM)
+            listener.bind(where)
+            listener.listen(kwargs.get("backlog") or 128)
+            return listener
+
+        def create_connection(where: Any, timeout: Any = None, *_: Any, **__: Any) -> Socket:
+            channel = Socket(socket.AF_INET, socket.SOCK_STREAM)
+            channel.settimeout(timeout if isinstance(timeout, int | float) else None)
+            try:
+                channel.connect(where)
+            except OSError:
+                channel.close()
+                raise
+            return channel
+
+        def getaddrinfo(host: Any, port: Any, *_: Any, type: int = 0, **__: Any) -> Any:
+            names = {node.name: node.address for node in world.nodes}
+            names["localhost"] = names["127.0.0.1"] = world.process.node.address
+            return [
+                (socket.AF_INET, type or socket.SOCK_STREAM, 0, "", (names.get(host, host), port))
+            ]
 
         def send_fds(
             sock: Socket, buffers: Any, fds: Any, flags: int = 0, address: Any = None
@@ -638,6 +713,9 @@ class Library:
             socketpair=socketpair,
             send_fds=send_fds,
             recv_fds=recv_fds,
+            create_server=create_server,
+            create_connection=create_connection,
+            getaddrinfo=getaddrinfo,
             gethostname=lambda: world.process.node.name,
             getfqdn=lambda *_: world.process.node.name,
         )

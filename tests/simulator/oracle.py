@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-LEVELS = ("memory", "local", "persistent")
+LEVELS = ("memory", "local", "peer", "persistent")
 
 
 class WrongError(AssertionError):
@@ -36,6 +36,8 @@ class Oracle:
     wrong: str = ""
     run: int = 0
     """The newest run."""
+    lost_disks: set[int] = field(default_factory=set)
+    """Nodes with a lost disk since a version was complete on the level peer."""
     lost_in: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
     """By level the run in which a part of it was lost: what its ranks still say is from before."""
 
@@ -51,6 +53,19 @@ class Oracle:
         self.floor[level] = 0
         self.lost_in[level] = self.run
 
+    def lose_disk(self, node: int) -> None:
+        """A node's disk is lost. Other nodes replace one, if a version was complete on the level
+        peer since the last loss."""
+        self.lose("local")
+        self.lost_disks.add(node)
+        if len(self.lost_disks) > 1:
+            self.lose("peer")
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether no level must have a version."""
+        return not any(self.floor.values())
+
     def _event(self, run: int, rank: int, event: Any) -> None:
         about = f"{event.name} v{event.version} {event.level} {event.message} {event.reason}"
         self.said.append(f"{event.monotonic_seconds - 1e6:.4f} run {run} rank {rank}: {about}")
@@ -61,6 +76,8 @@ class Oracle:
     def _newest(self, run: int, rank: int, newest: dict[str, int | None]) -> None:
         for level, version in newest.items():
             if version is not None and level in self.floor and run > self.lost_in[level]:
+                if level == "peer" and version > self.floor[level]:
+                    self.lost_disks.clear()
                 self.floor[level] = max(self.floor[level], version)
 
     def _closed(self, run: int, rank: int, end: Any) -> None:

@@ -125,7 +125,13 @@ class Scheduler:
                 self._register(fd)
             else:
                 del self._watched[fd]
-                self._poll.unregister(fd)
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(fd)
+
+    def poke(self, fd: int) -> None:
+        """Let those who wait for a descriptor look again: it is shut down, or closed."""
+        for task, _ in self._watched.get(fd, ()):
+            self.wake(task)
 
     def _register(self, fd: int) -> None:
         events = 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .image import Image
     from .locks import Lock
 
-FIRST_PID = 100
+FIRST_PID, FIRST_PORT = 100, 20000
 
 
 class Node:
@@ -30,6 +30,7 @@ class Node:
     def __init__(self, world: World, index: int) -> None:
         self.world, self.index = world, index
         self.name = f"node{index}"
+        self.address = f"10.9.0.{index + 1}"
         self.boots = 0
         self.shm = world.root / self.name / "shm"
         self.disk = world.root / self.name / "disk"
@@ -55,6 +56,8 @@ class Process:
         self.alive, self.status = True, 0
         self.tasks: list[Task] = []
         self.fds: set[int] = set()
+        self.ports: list[str] = []
+        """Ports at which it listens, see `World.port`."""
         self.at_exit: list[Callable[[], Any]] = []
         self.watchers: list[int] = []
         """Event descriptors that become readable when this process ends."""
@@ -79,7 +82,7 @@ class World:
         self.scheduler.begin(seed)
         self.root = root
         self.processes: dict[int, Process] = {}
-        self._pids = FIRST_PID
+        self._pids, self._ports = FIRST_PID, FIRST_PORT
         self.nodes = [Node(self, index) for index in range(nodes)]
         self.importing = False
         self.locks: dict[tuple[int, int], dict[Process, int]] = {}
@@ -99,6 +102,17 @@ class World:
         """The number of a new process."""
         self._pids += 1
         return self._pids
+
+    def new_port(self) -> int:
+        """A free port, of any address."""
+        self._ports += 1
+        return self._ports
+
+    def port(self, host: str, number: int) -> str:
+        """The Unix socket that stands for a port of TCP: what is sent through it is there at once,
+        in each run of a history."""
+        (self.root / "net").mkdir(exist_ok=True)
+        return str(self.root / "net" / f"{host}-{number}")
 
     @property
     def process(self) -> Process:
@@ -203,6 +217,8 @@ class World:
             os.eventfd_write(event, 1)
             os.close(event)
         process.watchers.clear()
+        for port in process.ports:
+            Path(port).unlink(missing_ok=True)
         for each in self.locks.values():
             each.pop(process, None)
         self.on_end()
