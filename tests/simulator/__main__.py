@@ -3,65 +3,86 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
+import resource
 import sys
 import time
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .history import Outcome, Plan
+
+HANG_SECONDS = 300
+"""A history that takes longer ends this process, with the stack of what runs."""
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulator")
+    parser.add_argument("--seed", type=int, default=1, help="the first seed")
+    parser.add_argument("--count", type=int, default=100, help="number of histories")
+    parser.add_argument("--minutes", type=float, help="in place of --count")
+    parser.add_argument("--sweep", help="one history, with this fault at each call in turn")
+    parser.add_argument("--twice", action="store_true", help="each must be the same again")
+    parser.add_argument("--plant", help="a fault that must be found, see plants.py")
+    parser.add_argument("--verbose", action="store_true", help="print all that ranks say")
+    parser.add_argument("--go-on", action="store_true", help="do not stop at a finding")
+    return parser.parse_args()
+
+
+def _plans(options: argparse.Namespace) -> Iterator[Plan]:
+    """The plans to run, without an end unless --count or --sweep has one."""
+    from .history import Plan, sweep
+
+    if options.sweep:
+        yield from sweep(options.seed, options.sweep)
+        return
+    seeds = count(options.seed)
+    for seed in seeds if options.minutes else islice(seeds, options.count):
+        yield Plan.drawn(seed)
 
 
 def _plain(text: str) -> str:
     return re.sub(r"tierckpt-world-\w+|-[0-9a-f]{12}", "", text)
 
 
+def _difference(first: Outcome, second: Outcome) -> str:
+    """Where two runs of one plan differ; empty if they are the same."""
+    for one, other in zip(first.said, second.said, strict=False):
+        if _plain(one) != _plain(other):
+            return f"{one}\n  {other}"
+    same = first.calls == second.calls
+    return "" if same else f"{first.calls} calls, then {second.calls}"
+
+
 def main() -> int:
-    """Run histories until one goes wrong; print that one, shrunk."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulator")
-    parser.add_argument("--seed", type=int, default=1, help="the first seed")
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--minutes", type=float, help="in place of --count")
-    parser.add_argument("--twice", action="store_true", help="each must be the same again")
-    parser.add_argument("--plant", help="a fault that must be found, see plants.py")
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--go-on", action="store_true", help="do not stop at a finding")
-    options = parser.parse_args()
+    """Run histories until one goes wrong; print that one, shrunk. Returns the exit status."""
+    options = _options()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is a part of a seed
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulator", *sys.argv[1:]])
-    import faulthandler
-    import resource
-
-    faulthandler.dump_traceback_later(int(os.environ.get("LIMIT", "600")), exit=True)
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 65536), most))
     import torch
     import torch._dynamo
 
     torch.set_num_threads(1)
     from . import image
-    from .history import Plan, happen, reference, shrunk
+    from .history import happen, reference, shrunk
 
     if options.plant:
         image.planting.append(options.plant)
     references = reference(64)
-    begin, done, versions, launches, found = time.perf_counter(), 0, 0, 0, []
-    while True:
-        seconds = time.perf_counter() - begin
-        if (options.minutes and seconds > 60 * options.minutes) or (
-            not options.minutes and done >= options.count
-        ):
-            break
-        plan = Plan.drawn(options.seed + done)
+    start, done, versions, launches, found = time.perf_counter(), 0, 0, 0, []
+    for plan in _plans(options):
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         outcome = happen(plan, references)
-        if options.twice:
-            again = happen(plan, references)
-            for one, other in zip(outcome.said, again.said, strict=False):
-                if _plain(one) != _plain(other):
-                    print(f"NOT THE SAME: {plan}\n  {one}\n  {other}")
-                    return 1
-            if outcome.calls != again.calls:
-                print(f"NOT THE SAME: {plan}\n  {outcome.calls} calls, {again.calls} calls")
-                return 1
+        if options.twice and (text := _difference(outcome, happen(plan, references))):
+            print(f"NOT THE SAME: {plan}\n  {text}")
+            return 1
         done += 1
         versions, launches = versions + outcome.versions, launches + outcome.launches
         if options.verbose:
@@ -70,15 +91,16 @@ def main() -> int:
         if outcome.wrong:
             found.append(plan.seed)
             print(f"WRONG: {outcome.wrong}\n  {plan}")
-            if options.plant:
-                break
-            if not options.go_on:
+            if not (options.go_on or options.plant):
+                faulthandler.cancel_dump_traceback_later()
                 small = shrunk(plan, references)
                 outcome = happen(small, references)
-                print(f"shrunk: {small}\n  {outcome.wrong}")
-                print(*outcome.said[-80:], sep="\n")
+                print(f"shrunk: {small}\n  {outcome.wrong}", *outcome.said[-80:], sep="\n")
+            if not options.go_on:
                 break
-    seconds = time.perf_counter() - begin
+        if options.minutes and time.perf_counter() - start > 60 * options.minutes:
+            break
+    seconds = time.perf_counter() - start
     print(
         f"{done} histories in {seconds:.1f} s ({60 * done / seconds:.0f} a minute), {versions} "
         f"versions, {launches} starts; wrong: {len(found)} {found[:20]}"

@@ -100,6 +100,17 @@ class Plan:
         )
 
 
+def sweep(seed: int, kind: str) -> Iterator[Plan]:
+    """One small history (two ranks, two slots, four versions) for each of its system calls, with a
+    failure of this kind there: to each rank, where it is one of a rank."""
+    settings = {"local_every_steps": 1, "local_every_seconds": 0.0, "memory_every_steps": 1}
+    plan = Plan(seed, 1, (2,), 4, settings, ())
+    calls = happen(plan, reference(4)).calls
+    for where in range(2 if kind == "rank" else 1):
+        for call in range(1, calls + 1):
+            yield replace(plan, faults=(Fault(kind, call, where),))
+
+
 @dataclass
 class Outcome:
     """What came of a history."""
