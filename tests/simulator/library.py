@@ -47,7 +47,6 @@ WITH_PATH = frozenset(
     )
 )
 NO_EFFECT = ("nice", "setpriority", "sched_setaffinity", "posix_fadvise", "setpgid", "setsid")
-COPIES = ("threading", "queue", "selectors", "pathlib", "tempfile", "shutil")
 
 
 class Environ(MutableMapping[str, str]):
