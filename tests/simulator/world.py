@@ -285,3 +285,5 @@ class World:
             if process.image is not None:
                 process.image.free.append(process.image)
                 process.image = None
+        self.processes.clear()  # with them goes all that the history has made
+        self.scheduler.begin(0)
