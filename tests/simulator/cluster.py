@@ -16,6 +16,9 @@ ENVIRONMENT = {"TIERCKPT_COPY_ENGINE": "torch", "PATH": "/usr/bin:/bin", "HOME":
 """Of trainers. The copy engine in C would wait in the processor, and not in the world."""
 
 
+PATIENCE_SECONDS = 1800.0
+
+
 class Collectives:
     """The collectives of one launch. The n-th calls of all ranks belong together."""
 
@@ -24,7 +27,6 @@ class Collectives:
         self.rounds: dict[int, dict[int, Any]] = {}
         self.kinds: dict[int, str] = {}
         self.gone: set[int] = set()
-        self.left: set[int] = set()
         self.waiting: list[Task] = []
 
     def enter(self, number: int, kind: str, rank: int, value: Any) -> dict[int, Any]:
@@ -64,10 +66,7 @@ class Reduction:
 
     def wait(self) -> list[int]:
         """The result."""
-        group = self._group
-        group.collectives.wait(
-            lambda: len(self._brought) == group.size, self._brought, group.patience_seconds
-        )
+        self._group.wait_for_all(self._brought)
         return [min(column) for column in zip(*self._brought.values(), strict=True)]
 
     def done(self) -> bool:
@@ -79,8 +78,6 @@ class Reduction:
 class SimulatedGroup:
     """A `tierckpt.Group` of simulated processes."""
 
-    patience_seconds = 1800.0
-
     def __init__(self, collectives: Collectives, process: Process, rank: int) -> None:
         self.collectives, self.process = collectives, process
         self.rank, self.size = rank, collectives.size
@@ -91,6 +88,10 @@ class SimulatedGroup:
         self._calls += 1
         return self.collectives.enter(self._calls, kind, self.rank, value)
 
+    def wait_for_all(self, brought: dict[int, Any], seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait until every rank has brought its part. Raises RuntimeError if one will not."""
+        self.collectives.wait(lambda: len(brought) == self.size, brought, seconds)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """As of `Group`."""
         image = self.process.image
@@ -98,7 +99,7 @@ class SimulatedGroup:
         with image.visible():
             data = pickle.dumps(value)
         brought = self._enter("gather", data)
-        self.collectives.wait(lambda: len(brought) == self.size, brought, self.patience_seconds)
+        self.wait_for_all(brought)
         with image.visible():
             return [pickle.loads(brought[rank]) for rank in range(self.size)]
 
@@ -107,7 +108,7 @@ class SimulatedGroup:
         mine = buffer.clone() if self.rank == source else None
         brought = self._enter(f"broadcast {source}", mine)
         if self.rank != source:
-            self.collectives.wait(lambda: source in brought, brought, self.patience_seconds)
+            self.collectives.wait(lambda: source in brought, brought, PATIENCE_SECONDS)
             buffer.copy_(brought[source])
 
     def all_reduce_min(self, values: list[int]) -> Reduction:
@@ -117,20 +118,19 @@ class SimulatedGroup:
     def barrier(self) -> None:
         """As of `Group`."""
         brought = self._enter("barrier", None)
-        self.collectives.wait(lambda: len(brought) == self.size, brought, self.patience_seconds)
+        self.wait_for_all(brought)
 
     def meet(self, timeout_seconds: float) -> bool:
         """As of `Group`."""
         brought = self._enter("meet", None)
         try:
-            self.collectives.wait(lambda: len(brought) == self.size, brought, timeout_seconds)
+            self.wait_for_all(brought, timeout_seconds)
         except RuntimeError:
             return False
         return True
 
     def close(self) -> None:
-        """As of `Group`."""
-        self.collectives.left.add(self.rank)
+        """As of `Group`: nothing to release."""
 
 
 class Launch:

@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import io
+import os
 import random
 import shutil
 import sys
@@ -18,9 +19,9 @@ from typing import Any
 
 from .cluster import Launch, agent_program
 from .disk import Disk
-from .image import Image
 from .library import Library
 from .oracle import Oracle
+from .scheduler import Killed
 from .world import Node, Process, World
 
 BEYOND_A_NODE = ("persistent_every_steps", "peer_redundancy")
@@ -154,8 +155,7 @@ class History:
     def run(self) -> Outcome:
         """Let it happen."""
         world, outcome = self.world, self.outcome
-        world.scheduler.spawn(world.init, self._drive, "driver")
-        self._driver = world.scheduler._ready[-1]
+        self._driver = world.scheduler.spawn(world.init, self._drive, "driver")
         why = world.scheduler.run(
             lambda: self._done or bool(self.oracle.wrong), HOUR_SECONDS * 4, MOST_TURNS
         )
@@ -270,20 +270,20 @@ class History:
         node = world.nodes[fault.where % len(world.nodes)]
         if fault.kind == "rank":
             self._killed_in = launch
-            self._kill(launch.processes[fault.where % len(launch.processes)])
+            world.end(launch.processes[fault.where % len(launch.processes)], -9)
         elif fault.kind == "ranks":
             self._killed_in = launch
             for each in launch.processes:
-                self._kill(each)
+                world.end(each, -9)
         elif fault.kind == "agent":
             for each in [*world.processes.values()]:
                 if each.node is node and each.name == "agent":
-                    self._kill(each)
+                    world.end(each, -9)
         elif fault.kind in ("node", "disk"):
             self._killed_in = launch
             for each in [*world.processes.values()]:
                 if each.node is node:
-                    self._kill(each)
+                    world.end(each, -9)
             node.boots += 1
             self._wipe(node.shm)
             # Without another level, a lost disk is the end of the job: it needs a person.
@@ -306,13 +306,7 @@ class History:
         elif fault.kind == "pause":
             world.scheduler.now += 3.0
         if not process.alive:
-            from .scheduler import Killed
-
             raise Killed
-
-    def _kill(self, process: Process) -> None:
-        if process.alive:
-            self.world.end(process, -9)
 
     def _wipe(self, folder: Path) -> None:
         for each in folder.iterdir():
@@ -339,8 +333,6 @@ class History:
     @staticmethod
     def _place_of(what: Any) -> str:
         if isinstance(what, int):
-            import os
-
             with contextlib.suppress(OSError):
                 return os.readlink(f"/proc/self/fd/{what}")
             return ""
@@ -416,4 +408,4 @@ def shrunk(plan: Plan, references: list[str], most: int = 60) -> Plan:
     return plan
 
 
-__all__ = ["Fault", "History", "Image", "Outcome", "Plan", "happen", "reference", "shrunk"]
+__all__ = ["Fault", "History", "Outcome", "Plan", "happen", "reference", "shrunk"]

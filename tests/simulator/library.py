@@ -271,10 +271,7 @@ class Library:
         world = self.world
         environ = Environ(world)
 
-        class OsModule(types.ModuleType):
-            pass
-
-        module = OsModule("os")
+        module = types.ModuleType("os")
         module.__dict__.update(os.__dict__)
         for name in EFFECTS:
             setattr(module, name, self._guarded(getattr(os, name), name))

@@ -17,7 +17,6 @@ import torch
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.process import run as run_agent
 from tierckpt.checkpointer.checkpointer import Checkpointer
-from tierckpt.errors import RestoreError, TierckptError
 from tierckpt.events import Event
 
 PARAMETERS = 3
@@ -101,4 +100,4 @@ def agent(arguments: list[str]) -> int:
     return run_agent(AgentSettings(**json.loads(settings)), int(starter))
 
 
-__all__ = ["RestoreError", "TierckptError", "agent", "fingerprint", "new_state", "trainer"]
+__all__ = ["agent", "fingerprint", "new_state", "trainer"]
