@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ WRONG = "TIERCKPT_SIMULATOR_WRONG"
 """Set when an interpreter before this one has found something."""
 
 
+_FD = re.compile(r"(?<=/fd/)\d+")
+"""A descriptor's number depends on what other histories have left open."""
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulator")
     parser.add_argument("--seed", type=int, default=1, help="the first seed")
@@ -33,6 +37,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="in place of --count")
     parser.add_argument("--sweep", help="one history, with this fault at each call in turn")
     parser.add_argument("--twice", action="store_true", help="each must be the same again")
+    parser.add_argument("--record", help="a file to which all system calls are added")
     parser.add_argument("--plant", help="a fault that must be found, see plants.py")
     parser.add_argument("--verbose", action="store_true", help="print all that ranks say")
     parser.add_argument("--go-on", action="store_true", help="do not stop at a finding")
@@ -51,17 +56,13 @@ def _plans(options: argparse.Namespace) -> Iterator[Plan]:
         yield Plan.drawn(seed)
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"tierckpt-world-\w+|-[0-9a-f]{12}", "", text)
-
-
 def _difference(first: Outcome, second: Outcome) -> str:
-    """Where two runs of one plan differ; empty if they are the same."""
-    for one, other in zip(first.said, second.said, strict=False):
-        if _plain(one) != _plain(other):
-            return f"{one}\n  {other}"
-    same = first.calls == second.calls
-    return "" if same else f"{first.calls} calls, then {second.calls}"
+    """Where two runs of one plan differ; empty if all their system calls are the same."""
+    calls = zip_longest(first.record, second.record, fillvalue="(the end)")
+    for number, (one, other) in enumerate(calls, 1):
+        if _FD.sub("", one) != _FD.sub("", other):
+            return f"call {number}: {one}\n  {other}"
+    return ""
 
 
 def _continue_afresh(arguments: list[str], wrong: bool) -> None:
@@ -99,8 +100,11 @@ def main() -> int:
     start, done, versions, launches, found = time.perf_counter(), 0, 0, 0, []
     for plan in _plans(options):
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        outcome = happen(plan, references)
-        if options.twice and (text := _difference(outcome, happen(plan, references))):
+        outcome = happen(plan, references, options.twice or bool(options.record))
+        if options.record:
+            with open(options.record, "a") as file:
+                print(plan, *(_FD.sub("N", each) for each in outcome.record), sep="\n", file=file)
+        if options.twice and (text := _difference(outcome, happen(plan, references, True))):
             print(f"NOT THE SAME: {plan}\n  {text}")
             return 1
         done += 1

@@ -127,16 +127,25 @@ class Outcome:
     """Failures that happened."""
     said: list[str] = field(default_factory=list)
     output: str = ""
+    record: list[str] = field(default_factory=list)
+    """All system calls, where that was asked for."""
 
 
 class History:
     """Runs one plan."""
 
     def __init__(
-        self, plan: Plan, reference: list[str], root: Path, world: World, library: Library
+        self,
+        plan: Plan,
+        reference: list[str],
+        root: Path,
+        world: World,
+        library: Library,
+        record: bool = False,
     ) -> None:
         self.plan, self.world, self.library = plan, world, library
         world.begin(plan.seed, root, plan.nodes)
+        world.record = [] if record else None
         self.library.programs["tierckpt.agent.process"] = agent_program(self.library)
         self.oracle = Oracle(reference)
         self.outcome = Outcome(plan)
@@ -163,6 +172,7 @@ class History:
         outcome.launches, outcome.calls = self._launches, world.calls
         outcome.seconds = world.scheduler.now - 1e6
         outcome.said = self.oracle.said
+        outcome.record = world.record or []
         outcome.versions = sum(max(each.values()) for each in self.oracle.reached.values())
         if why:
             outcome.said += self._stacks()
@@ -246,10 +256,10 @@ class History:
 
     def _settings(self, node: Node) -> dict[str, Any]:
         settings = dict(self.plan.settings)
-        settings["path"] = str(node.disk / "ckpts")
-        settings["shm_dir"] = str(node.shm)
+        settings["path"] = self.world.seen(node.disk / "ckpts")
+        settings["shm_dir"] = self.world.seen(node.shm)
         if "persistent_every_steps" in settings:
-            settings["persistent_path"] = str(self.world.root / "shared")
+            settings["persistent_path"] = self.world.seen(self.world.root / "shared")
         return settings
 
     # --- failures -------------------------------------------------------------------------------
@@ -330,13 +340,12 @@ class History:
         mode = args[1] if len(args) > 1 else "r"
         return bool(mode & 0o100) if isinstance(mode, int) else "w" in mode or "x" in mode
 
-    @staticmethod
-    def _place_of(what: Any) -> str:
+    def _place_of(self, what: Any) -> str:
         if isinstance(what, int):
             with contextlib.suppress(OSError):
                 return os.readlink(f"/proc/self/fd/{what}")
             return ""
-        return str(what)
+        return self.world.real(str(what))
 
 
 def reference(steps: int) -> list[str]:
@@ -365,7 +374,7 @@ def _world() -> tuple[World, Library]:
     return world, library
 
 
-def happen(plan: Plan, references: list[str]) -> Outcome:
+def happen(plan: Plan, references: list[str], record: bool = False) -> Outcome:
     """Run a plan in a folder of its own."""
     root = Path(tempfile.mkdtemp(prefix="tierckpt-world-", dir="/dev/shm"))
     try:
@@ -373,7 +382,7 @@ def happen(plan: Plan, references: list[str]) -> Outcome:
             gc.collect()  # when it runs by itself is not a part of the seed
             gc.freeze()
             gc.disable()
-            history = History(plan, references, root, *_world())
+            history = History(plan, references, root, *_world(), record)
             try:
                 outcome = history.run()
             finally:

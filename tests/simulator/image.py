@@ -7,8 +7,10 @@ again by later processes: what a module had right after its import is put back.
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import importlib.util
+import itertools
 import sys
 import types
 import typing
@@ -175,7 +177,8 @@ class Image:
             for key, value in space.items()
             if type(value) in CONTAINERS and not key.startswith("__")
         }
-        self._fresh[name] = dict(space), containers
+        counters = {k: copy.copy(v) for k, v in space.items() if isinstance(v, itertools.count)}
+        self._fresh[name] = {**space, **counters}, containers
 
     def reset(self) -> None:
         """Put everything back that a process has changed in its modules."""
@@ -188,9 +191,11 @@ class Image:
                 container.clear()
                 add = container.extend if isinstance(container, list | deque) else container.update
                 add(content)
-            for value in before.values():
+            for key, value in before.items():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
+                elif isinstance(value, itertools.count):
+                    space[key] = copy.copy(value)
         for name, module in self.modules.items():
             parent, _, last = name.rpartition(".")
             if parent in self.modules:

@@ -29,7 +29,7 @@ from typing import Any
 from .image import Image, compiled
 from .locks import thread_module
 from .scheduler import Killed
-from .world import Exit, Process, World
+from .world import SEEN, Exit, Process, World
 
 EFFECTS = (
     *("access", "chdir", "chmod", "chown", "fchmod", "fsync", "fdatasync", "ftruncate", "truncate"),
@@ -46,6 +46,7 @@ WITH_PATH = frozenset(
         *("unlink", "utime"),
     )
 )
+WITH_TWO = frozenset(("link", "rename", "replace", "symlink"))
 NO_EFFECT = ("nice", "setpriority", "sched_setaffinity", "posix_fadvise", "setpgid", "setsid")
 
 
@@ -75,6 +76,42 @@ class Environ(MutableMapping[str, str]):
         return dict(self)
 
 
+class Entry:
+    """As of `os.scandir`."""
+
+    def __init__(self, folder: str, real: os.DirEntry[str]) -> None:
+        self.name, self.path, self._real = real.name, os.path.join(folder, real.name), real
+        self.is_dir, self.is_file, self.is_symlink = real.is_dir, real.is_file, real.is_symlink
+        self.stat, self.inode = real.stat, real.inode
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+class Entries:
+    """What `os.scandir` gives, in an order that is the same in each run."""
+
+    def __init__(self, folder: Any, found: Any) -> None:
+        with found:
+            real = sorted(found, key=lambda each: each.name)
+        self._entries = iter([Entry(os.fspath(folder), each) for each in real])
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self._entries
+
+    def __next__(self) -> Entry:
+        return next(self._entries)
+
+    def __enter__(self) -> Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As of the real one."""
+
+
 class Library:
     """The modules of a world. They are made once, and serve all its histories."""
 
@@ -86,6 +123,7 @@ class Library:
         self.modules["_thread"] = thread_module(world)
         self.modules["time"] = self._time()
         self.modules["os"] = self._os()
+        self._copy("genericpath")
         self.modules["os.path"] = self.modules["posixpath"] = self._copy("posixpath")
         self.modules["os"].path = self.modules["os.path"]
         self.modules["_io"] = self.modules["io"] = self._io()
@@ -105,11 +143,14 @@ class Library:
         threading.main_thread = self._main_thread
         threading.excepthook = self._failed_thread
         threading.local = self.modules["_threading_local"].local
+        self._number(threading.Thread)
         for name in ("queue", "fnmatch", "selectors", "pathlib", "tempfile", "shutil"):
             self._copy(name)
         futures = types.ModuleType("concurrent.futures")
         self.modules["concurrent.futures"] = futures
         futures._base = self._copy("concurrent.futures._base")
+        self._number(futures._base.Future)
+        futures._base.id = hash  # it acquires several in the order of their addresses
         self._copy("concurrent.futures.thread")
         futures.__dict__.update(self.modules["concurrent.futures._base"].__dict__)
         futures.__dict__.update(self.modules["concurrent.futures.thread"].__dict__)
@@ -120,6 +161,18 @@ class Library:
         self.modules["pickle"] = self._pickle()
         self.modules["gc"] = self._gc()
         self._own_hooks()
+
+    def _number(self, kind: Any) -> None:
+        """Let sets of these objects have an order that is the same in each run of a history."""
+        world, init = self.world, kind.__init__
+
+        @wraps(init)
+        def numbered(thing: Any, *args: Any, **kwargs: Any) -> None:
+            world.made += 1
+            thing._made = world.made
+            init(thing, *args, **kwargs)
+
+        kind.__init__, kind.__hash__ = numbered, lambda thing: thing._made
 
     def _main_thread(self) -> Any:
         threading, process = self.modules["threading"], self.world.process
@@ -170,21 +223,46 @@ class Library:
     def _guarded(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         world = self.world
         with_path = name in WITH_PATH
+        results: dict[str, Callable[[Any, Any], Any]] = {
+            "readlink": lambda _, found: world.seen(found),
+            "listdir": lambda _, found: sorted(found),
+            "scandir": Entries,
+        }
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not (with_path and args and isinstance(args[0], (str, os.PathLike))):
+                world.enter(name, args)
+                return function(*args, **kwargs)
+            if self._outside(args[0]):
+                return function(*args, **kwargs)
             process = world.enter(name, args)
-            if with_path and args and isinstance(args[0], (str, os.PathLike)):
-                args = (self._place(process, args[0]), *args[1:])
-            return function(*args, **kwargs)
+            places = [self._place(process, each) for each in args[: 1 + (name in WITH_TWO)]]
+            try:
+                found = function(*places, *args[len(places) :], **kwargs)
+            except OSError as error:
+                if isinstance(error.filename, str):
+                    error.filename = world.seen(error.filename)
+                raise
+            return results[name](args[0], found) if name in results else found
 
         return call
+
+    def _outside(self, path: Any) -> bool:
+        """Whether a path belongs to the machine below the world, as that of the product's code: no
+        call there is a part of a history, which would not be the same in another checkout."""
+        text = os.fspath(path)
+        return (
+            isinstance(text, str)
+            and text.startswith("/")
+            and not text.startswith((SEEN, "/proc/"))
+        )
 
     def _place(self, process: Process, path: Any) -> Any:
         """The real path of one in /proc."""
         text = os.fspath(path)
         if not isinstance(text, str) or not text.startswith("/proc/"):
-            return path
+            return self.world.real(text) if isinstance(text, str) else path
         first, _, rest = text.removeprefix("/proc/").partition("/")
         if first.isdigit() and int(first) in self.world.processes:
             other = self.world.processes[int(first)]
@@ -208,8 +286,8 @@ class Library:
             path.parent.mkdir(exist_ok=True)
             lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", "2 1 0:9 / /proc rw - proc proc rw"]
             for number, node in enumerate(self.world.nodes):
-                lines.append(f"{10 + number} 1 0:{50 + number} / {node.shm} rw - tmpfs tmpfs rw")
-                lines.append(f"{20 + number} 1 8:{20 + number} / {node.disk} rw - ext4 /dev/sdb rw")
+                lines.append(f"{10 + number} 1 0:{50 + number} / {self.world.seen(node.shm)} rw - tmpfs tmpfs rw")
+                lines.append(f"{20 + number} 1 8:{20 + number} / {self.world.seen(node.disk)} rw - ext4 /dev/sdb rw")
             path.write_text("\n".join(lines) + "\n")
         return str(path)
 
@@ -279,20 +357,22 @@ class Library:
             setattr(module, name, lambda *_, **__: 0)
 
         def opened(fd: int) -> int:
-            world.process.fds.add(fd)
+            world.process.fds[fd] = None
             return fd
 
         def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            process = world.enter("open", (path, flags))
+            process = world.process
+            if not self._outside(path):
+                world.enter("open", (path, flags))
             fd = os.open(self._place(process, path), flags, mode, dir_fd=dir_fd)
-            process.fds.add(fd)
+            process.fds[fd] = None
             return fd
 
         def close(fd: int) -> None:
             task = world.scheduler.current
             if task is not None and not world.over and task.owner.alive:
                 world.drop_locks(fd)
-                world.process.fds.discard(fd)
+                world.process.fds.pop(fd, None)
             os.close(fd)
 
         def kill(pid: int, number: int) -> None:
@@ -339,6 +419,7 @@ class Library:
             getenv=environ.get,
             open=open_,
             close=close,
+            getcwd=lambda: SEEN,
             getpid=lambda: world.process.pid,
             getppid=lambda: world.process.parent,
             getsid=lambda pid=0: world.process.pid,
@@ -370,13 +451,15 @@ class Library:
 
     def _open(self, file: Any, *args: Any, **kwargs: Any) -> Any:
         world = self.world
-        process = world.enter("open", (file, *args))
+        process = world.process
+        if isinstance(file, int) or not self._outside(file):
+            world.enter("open", (file, *args))
         if not isinstance(file, int):
             file = self._place(process, file)
         elif isinstance(file, bool):
             raise TypeError("a path or a descriptor")
         found = open(file, *args, **kwargs)  # noqa: SIM115
-        process.fds.add(found.fileno())
+        process.fds[found.fileno()] = None
         return _Tracked.of(found, process)
 
     def _select(self) -> types.ModuleType:
@@ -510,12 +593,12 @@ class Library:
                 super().setblocking(False)
                 self._seconds: float | None = None
                 self._shut = False
-                process.fds.add(self.fileno())
+                process.fds[self.fileno()] = None
 
             def bind(self, where: Any) -> None:
                 world.enter("bind", (where,))
                 if not self._inet:
-                    super().bind(where)
+                    super().bind(world.real(where))
                     return
                 self._name = where[0], where[1] or world.new_port()
                 super().bind(world.port(*self._name))
@@ -539,6 +622,9 @@ class Library:
                 if (there := world.port(*where[:2])) and os.path.exists(there):
                     return socket.socket.connect_ex(self, there)
                 return errno.ECONNREFUSED
+
+            def _reach_here(self, where: str) -> int:
+                return socket.socket.connect_ex(self, world.real(where))
 
             def settimeout(self, seconds: float | None) -> None:
                 self._seconds = seconds
@@ -586,7 +672,7 @@ class Library:
                 for level, kind, data in found[1]:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         count = len(data) // 4
-                        world.process.fds.update(struct.unpack(f"{count}i", data[: 4 * count]))
+                        world.process.fds.update(dict.fromkeys(struct.unpack(f"{count}i", data[: 4 * count])))
                 return found
 
             def send(self, *args: Any) -> int:
@@ -622,7 +708,7 @@ class Library:
 
             def connect(self, where: Any) -> None:
                 world.enter("connect", (where,))
-                reach = self._reach if self._inet else partial(socket.socket.connect_ex, self)
+                reach = self._reach if self._inet else self._reach_here
                 code = reach(where)
                 if code == errno.EINPROGRESS:
                     if self._seconds == 0:
@@ -649,7 +735,7 @@ class Library:
                     world.scheduler.poke(self.fileno())
                 task = world.scheduler.current
                 if task is not None and not world.over:
-                    world.process.fds.discard(self.fileno())
+                    world.process.fds.pop(self.fileno(), None)
                 super().close()
 
             def detach(self) -> int:
@@ -878,7 +964,7 @@ class Library:
                 name, main = library._program(args, given)
                 environment = dict(parent.environ if env is None else env)
                 self._process = world.start(parent.node, name, main, parent.pid, environment)
-                self._process.fds.update(given)
+                self._process.fds.update(dict.fromkeys(given))
                 self.pid = self._process.pid
 
             def poll(self) -> int | None:
@@ -914,7 +1000,7 @@ class Library:
         return module
 
     def _wrap(self, fd: int, mode: str, process: Process) -> Any:
-        process.fds.add(fd)
+        process.fds[fd] = None
         os.set_blocking(fd, False)
         return _Tracked.of(open(fd, mode, buffering=0), process)
 
@@ -975,13 +1061,13 @@ class _Tracked:
             if not file.closed:
                 if process.alive:
                     process.world.drop_locks(fd)
-                process.fds.discard(fd)
+                process.fds.pop(fd, None)
             close()
 
         try:
             file.close = closed
         except AttributeError:  # an object of C without attributes
-            process.fds.discard(fd)
+            process.fds.pop(fd, None)
         return file
 
 

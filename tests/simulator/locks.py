@@ -85,6 +85,9 @@ def thread_module(world: World) -> types.ModuleType:
         task = world.scheduler.current
         return 0 if task is None else task.ident
 
+    def get_native_id() -> int:
+        return get_ident() - world.scheduler.first_ident
+
     def set_sentinel() -> Lock:
         lock = Lock(world)
         world.sentinel(lock)
@@ -95,7 +98,7 @@ def thread_module(world: World) -> types.ModuleType:
         start_new=start_new_thread,
         allocate_lock=lambda: Lock(world),
         get_ident=get_ident,
-        get_native_id=get_ident,
+        get_native_id=get_native_id,
         _set_sentinel=set_sentinel,
         LockType=Lock,
         TIMEOUT_MAX=TIMEOUT_MAX,

@@ -55,6 +55,7 @@ class Scheduler:
     def begin(self, seed: int, switch: float = 0.02) -> None:
         """Start a history. `switch`: share of system calls after which another task runs."""
         self.random.seed(seed)
+        self.first_ident = self._idents + 1
         self.switch = switch
         self.tick_seconds = TICK_SECONDS
         self.now = START_SECONDS

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .locks import Lock
 
 FIRST_PID, FIRST_PORT = 100, 20000
+SEEN = "/world"
+"""The folder of a world as its processes see it: the same in each run, as names are in hashes."""
 
 
 class Node:
@@ -55,7 +57,7 @@ class Process:
         self.pid = world.new_pid()
         self.alive, self.status = True, 0
         self.tasks: list[Task] = []
-        self.fds: set[int] = set()
+        self.fds: dict[int, None] = {}
         self.ports: list[str] = []
         """Ports at which it listens, see `World.port`."""
         self.at_exit: list[Callable[[], Any]] = []
@@ -83,6 +85,8 @@ class World:
         self.root = root
         self.processes: dict[int, Process] = {}
         self._pids, self._ports = FIRST_PID, FIRST_PORT
+        self.made = 0
+        """Number of threads and futures so far."""
         self.nodes = [Node(self, index) for index in range(nodes)]
         self.importing = False
         self.locks: dict[tuple[int, int], dict[Process, int]] = {}
@@ -91,6 +95,8 @@ class World:
         """True at the end of a history: nothing has an effect any more."""
         self.calls = 0
         """System calls so far."""
+        self.record: list[str] | None = None
+        """All system calls, where somebody wants to see them."""
         self.before_call: Callable[[Process, str, tuple[Any, ...]], None] | None = None
         """Faults are injected here: it may raise OSError, or kill the process."""
         self.on_end: Callable[[], None] = lambda: None
@@ -113,6 +119,17 @@ class World:
         in each run of a history."""
         (self.root / "net").mkdir(exist_ok=True)
         return str(self.root / "net" / f"{host}-{number}")
+
+    def real(self, path: str) -> str:
+        """The path on this machine of one that a process sees."""
+        if path.startswith(SEEN) and path[len(SEEN) : len(SEEN) + 1] in ("", "/"):
+            return f"{self.root}{path[len(SEEN) :]}"
+        return path
+
+    def seen(self, path: str | Path) -> str:
+        """The path that processes see of one on this machine."""
+        text, root = str(path), str(self.root)
+        return SEEN + text[len(root) :] if text.startswith(root) else text
 
     @property
     def process(self) -> Process:
@@ -255,6 +272,9 @@ class World:
         if self.importing:
             return process
         self.calls += 1
+        if self.record is not None:
+            what = args[0] if args and isinstance(args[0], str | os.PathLike) else ""
+            self.record.append(f"{self.scheduler.now:.6f} {process.name} {name} {what}")
         if self.before_call is not None:
             self.before_call(process, name, args)
         self.scheduler.give_way()

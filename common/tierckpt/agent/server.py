@@ -493,8 +493,8 @@ class Agent:
         self._threads: dict[tuple[str, int], threading.Thread] = {}
         """The thread that serves a shard's last trainer. One trainer of a shard at a time: the work
         of a killed one is finished before its successor's starts."""
-        self._sessions: set[TrainerSession] = set()
-        """Sessions in progress."""
+        self._sessions: dict[TrainerSession, None] = {}
+        """Sessions in progress, in the order in which they began."""
         self._newest: dict[tuple[str, int], TrainerSession] = {}
         """The session of the last trainer that connected for each shard."""
         self._serving = 0
@@ -672,7 +672,7 @@ class Agent:
             with self._lock:
                 self._serving -= 1
                 if made is not None:
-                    self._sessions.discard(made)
+                    self._sessions.pop(made, None)
                     # The successor may have connected before this end was noticed.
                     if not said_goodbye and self._newest[made.at] is made:
                         self._missed[made.at] = time.monotonic() + self.linger_seconds
@@ -700,7 +700,7 @@ class Agent:
         """Make `session` the one that serves its shard, in this thread; returns the previous
         thread."""
         with self._lock:
-            self._sessions.add(session)
+            self._sessions[session] = None
             if self.shutting_down:  # started after `_serves`
                 self._given_up += session.leave()
             self._missed.pop(session.at, None)

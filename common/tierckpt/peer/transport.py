@@ -108,8 +108,8 @@ class Transport:
         """The node's shards and parities, for peers."""
         self._kept: dict[Address, list[Link]] = {}
         self._doubted: set[Address] = set()
-        self._links: set[Link] = set()
-        self._threads: set[threading.Thread] = set()
+        self._links: dict[Link, None] = {}  # in the order in which they were opened
+        self._threads: dict[threading.Thread, None] = {}
         self._unverified = threading.BoundedSemaphore(MAX_UNVERIFIED)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -168,7 +168,7 @@ class Transport:
                 link = kept.pop()
                 if link.idle():
                     return link
-                self._links.discard(link)
+                self._links.pop(link, None)
                 link.close()
         link = self._hold(reach(address, seconds))
         try:
@@ -201,7 +201,7 @@ class Transport:
     def drop(self, link: Link) -> None:
         """Close a connection."""
         with self._changed:
-            self._links.discard(link)
+            self._links.pop(link, None)
         link.close()
 
     def why(
@@ -354,7 +354,7 @@ class Transport:
 
     def _hold(self, link: Link) -> Link:
         with self._changed:
-            self._links.add(link)
+            self._links[link] = None
             if self._closing:
                 link.shut()
         return link
@@ -367,12 +367,12 @@ class Transport:
                 work()
             finally:
                 with self._changed:
-                    self._threads.discard(thread)
+                    self._threads.pop(thread, None)
 
         thread = threading.Thread(target=run, name="tierckpt-peer", daemon=True)
         with self._changed:
             thread.start()  # first: `close` would wait for ever for one that never ran
-            self._threads.add(thread)
+            self._threads[thread] = None
 
     def _any_thread(self) -> threading.Thread | None:
         with self._changed:
