@@ -8,6 +8,7 @@ from memory, even ones from disk.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations as pairs
 from itertools import product as combinations
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_restores_and_trains_on_bit_for_bit(name: str, tmp_path: Path, shm_dir: 
     restores_and_trains_on(CASES[name], Bench(tmp_path, shm_dir, ON_DISK[name]))
 
 
-# By fives: 96 is even, and so is the number of features.
+# By fives: an optimizer has four cases.
 PRODUCT_ON_DISK = {name: index % 5 in (1, 3) for index, name in enumerate(PRODUCT)}
 
 
@@ -51,10 +52,11 @@ def test_both_levels_and_every_kind_are_in_the_matrix() -> None:
     assert abs(sum(ON_DISK.values()) - len(CASES) / 2) <= 1
 
 
-def test_the_product_is_one() -> None:
-    axes = (product.OPTIMIZERS, product.DTYPES, product.FEATURES)
-    assert {" ".join(map(str, chosen)) for chosen in combinations(*axes)} == set(PRODUCT)
-    for axis in axes:
-        for value in map(str, axis):
+def test_each_two_of_an_optimizer_a_type_and_a_feature_meet() -> None:
+    axes = [map(str, axis) for axis in (product.OPTIMIZERS, product.DTYPES, product.FEATURES)]
+    for one, other in pairs([list(axis) for axis in axes], 2):
+        for first, second in combinations(one, other):
+            assert any(first in name and second in name for name in PRODUCT), (first, second)
+        for value in (*one, *other):
             of_it = [name for name in PRODUCT if value in name]
             assert {PRODUCT_ON_DISK[name] for name in of_it} == {False, True}

@@ -1,4 +1,4 @@
-"""Optimizers times dtypes times features of models: every combination is a case."""
+"""Optimizers, dtypes and features of models: every pair of two of these is in a case."""
 
 from __future__ import annotations
 
@@ -62,5 +62,6 @@ def made(optimizer: str, dtype: torch.dtype, feature: str) -> Job:
 
 
 CASES = Cases()
-for chosen in product(OPTIMIZERS, DTYPES, FEATURES):
-    CASES.add(" ".join(map(str, chosen)), partial(made, *chosen))
+for (row, optimizer), (column, dtype) in product(enumerate(OPTIMIZERS), enumerate(DTYPES)):
+    feature = list(FEATURES)[(row + column) % len(FEATURES)]
+    CASES.add(f"{optimizer} {dtype} {feature}", partial(made, optimizer, dtype, feature))
