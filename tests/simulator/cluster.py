@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .image import PROGRAMS
 from .library import Library
 from .scheduler import Task
 from .world import Node, Process, World
+
+if TYPE_CHECKING:
+    from .history import Plan
 
 ENVIRONMENT = {"TIERCKPT_COPY_ENGINE": "torch", "PATH": "/usr/bin:/bin", "HOME": "/root"}
 """Of trainers. The copy engine in C would wait in the processor, and not in the world."""
@@ -96,12 +99,12 @@ class SimulatedGroup:
         """As of `Group`."""
         image = self.process.image
         assert image is not None
-        with image.visible():
-            data = pickle.dumps(value)
+        image.show()
+        data = pickle.dumps(value)
         brought = self._enter("gather", data)
         self.wait_for_all(brought)
-        with image.visible():
-            return [pickle.loads(brought[rank]) for rank in range(self.size)]
+        image.show()
+        return [pickle.loads(brought[rank]) for rank in range(self.size)]
 
     def broadcast(self, buffer: Any, source: int) -> None:
         """As of `Group`."""
@@ -144,20 +147,20 @@ class Launch:
         self.places = places
         self.processes: list[Process] = []
 
-    def start(self, until: int, settings: Callable[[Node], dict[str, Any]], tell: Any) -> None:
+    def start(self, plan: Plan, settings: Callable[[Node], dict[str, Any]], tell: Any) -> None:
         """Start all ranks."""
         for rank, node in enumerate(self.places):
             self.processes.append(
                 self.world.start(
                     node,
                     f"rank{rank}",
-                    self._main(rank, until, settings(node), tell),
+                    self._main(rank, plan, settings(node), tell),
                     environ=dict(ENVIRONMENT),
                 )
             )
 
     def _main(
-        self, rank: int, until: int, settings: dict[str, Any], tell: Any
+        self, rank: int, plan: Plan, settings: dict[str, Any], tell: Any
     ) -> Callable[[Process], None]:
         def main(process: Process) -> None:
             image = self.library.image(process)
@@ -165,7 +168,12 @@ class Launch:
             group = SimulatedGroup(self.collectives, process, rank)
             gradients = SimulatedGroup(self.gradients, process, rank)
             told = functools.partial(tell, self.number, rank)
-            programs.trainer(group, gradients.barrier, self.number, until, settings, told)
+
+            def reduce_gradients() -> None:
+                self.world.scheduler.park(plan.step_seconds)
+                gradients.barrier()
+
+            programs.trainer(group, reduce_gradients, self.number, plan.steps, settings, told)
 
         return main
 

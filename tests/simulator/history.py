@@ -10,6 +10,7 @@ import io
 import os
 import random
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from .cluster import Launch, agent_program
 from .disk import Disk
 from .library import Library
 from .oracle import Oracle
+from .people import People
 from .scheduler import Killed
 from .world import Node, Process, World
 
@@ -37,6 +39,13 @@ KINDS = {
     "full": 2,
     "broken write": 2,
     "pause": 3,
+    "stop": 3,
+    "cut": 2,
+    "parted": 2,
+    "clock": 1,
+    "halt": 2,
+    "pin": 1,
+    "second": 1,
 }
 """Kinds of failures, with their weights."""
 
@@ -66,6 +75,8 @@ class Plan:
     steps: int
     settings: dict[str, Any]
     faults: tuple[Fault, ...]
+    step_seconds: float = 0.0
+    """Of the training. The shorter, the more versions come before the levels are done with one."""
 
     @staticmethod
     def drawn(seed: int) -> Plan:
@@ -80,7 +91,7 @@ class Plan:
         }
         if pick([True, False]):
             settings["persistent_every_steps"] = pick([2, 4, 7])
-        if pick([True, False, False]):
+        elif pick([True, False]):  # beside a lease that has to end it would wait for two minutes
             settings["when_busy"] = "wait"
         kinds = numbers.choices([*KINDS], [*KINDS.values()], k=numbers.randint(2, 6))
         faults = [
@@ -91,12 +102,14 @@ class Plan:
         sizes = tuple(numbers.choices([1, 2, 2, 3], k=pick([1, 1, 1, 3])))
         if nodes > 1 and pick([True, True, False]):
             settings["peer_redundancy"] = pick(["partner", "xor"])
-        return Plan(seed, nodes, sizes, numbers.randint(10, 40), settings, tuple(faults))
+        steps, seconds = numbers.randint(10, 40), pick([0.0, 0.0, 0.01, 0.3])
+        return Plan(seed, nodes, sizes, steps, settings, tuple(faults), seconds)
 
     def __str__(self) -> str:
         faults = "; ".join(map(str, self.faults))
         return (
-            f"seed {self.seed}: {self.nodes} nodes x {self.sizes} ranks, {self.steps} steps, "
+            f"seed {self.seed}: {self.nodes} nodes x {self.sizes} ranks, {self.steps} steps "
+            f"of {self.step_seconds} s, "
             f"{self.settings}, faults: {faults or 'none'}"
         )
 
@@ -149,6 +162,7 @@ class History:
         self.library.programs["tierckpt.agent.process"] = agent_program(self.library)
         self.oracle = Oracle(reference)
         self.outcome = Outcome(plan)
+        self.people = People(library, self.oracle, lambda node: world.seen(node.disk / "ckpts"))
         self._left = list(plan.faults)
         self._next = self._left[0].call if self._left else None
         self._launch: Launch | None = None
@@ -198,6 +212,7 @@ class History:
     def _wake_driver(self) -> None:
         if self._launch is not None:
             self._launch.note_deaths()
+            self.people.note_end(self._launch)
         self.world.scheduler.wake(self._driver)
 
     def _drive(self) -> None:
@@ -209,7 +224,7 @@ class History:
             size = self.plan.sizes[(self._launches - 1) % len(self.plan.sizes)]
             places = [node for node in world.nodes for _ in range(size)]
             self._launch = launch = Launch(self.library, self._launches, places)
-            launch.start(self.plan.steps, self._settings, self.oracle.tell)
+            launch.start(self.plan, self._settings, self.oracle.tell)
             while not launch.over:
                 scheduler.park()
                 if launch.failed and not launch.over:
@@ -217,8 +232,13 @@ class History:
                     launch.kill()
             if not launch.failed:
                 self._check_end()
-                self._done = True
-                return
+                if not self.people.halting:
+                    self._done = True
+                    return
+                for node in world.nodes:
+                    self.people.allow(node)
+                self._go_back()
+                continue
             if self.oracle.nothing_left and self._refuses(launch):
                 self._done = True  # a person has to decide
                 return
@@ -228,6 +248,14 @@ class History:
             if self._launches > 30:
                 self.oracle.wrong = "thirty starts were not enough"
                 return
+
+    def _go_back(self) -> None:
+        """Sometimes somebody wants an older version."""
+        have = self.oracle.floor["local"]
+        if len(self.world.nodes) == 1 and have > 1 and self.world.random.random() < 0.5:
+            version = self.world.random.randint(max(1, have - 5), have)
+            if self.people.send_back(self.world.nodes[0], version):
+                self.oracle.must_go_back(version)
 
     @staticmethod
     def _refuses(launch: Launch) -> bool:
@@ -247,12 +275,17 @@ class History:
         return "a rank ended without a reason: " + str([e.status for e in launch.processes])
 
     def _check_end(self) -> None:
-        """The job has reached its end: its last version must be on disk."""
+        """The job has ended in order: its last version must be on disk."""
         have = max(self.oracle.floor["local"], self.oracle.floor["persistent"])
-        if have < self.plan.steps and not self._lost_something:
+        reached = max(self.oracle.reached[self._launches].values())
+        if have < reached and not self._lost_something:
             self.oracle.wrong = (
-                f"close() left v{have}, and the state was v{self.plan.steps}: {self.oracle.floor}"
+                f"close() left v{have}, and the state was v{reached}: {self.oracle.floor}"
             )
+        elif reached < self.plan.steps and not self.people.halting:
+            self.oracle.wrong = f"the job ended at v{reached}, and nobody had asked for that"
+        else:
+            self.oracle.check_pins()
 
     def _settings(self, node: Node) -> dict[str, Any]:
         settings = dict(self.plan.settings)
@@ -315,6 +348,29 @@ class History:
             self._lost_something = True
         elif fault.kind == "pause":
             world.scheduler.now += 3.0
+        elif fault.kind == "stop":
+            living = [each for each in world.processes.values() if each.alive]
+            chosen = living[fault.where % len(living)]
+            chosen.stopped_until = world.scheduler.now + 10 ** world.random.uniform(-2, 0.7)
+        elif fault.kind == "cut":
+            for end, nodes in [*world.links.items()]:
+                if node in nodes and end.fileno() >= 0:
+                    with contextlib.suppress(OSError):
+                        socket.socket.shutdown(end, socket.SHUT_RDWR)
+        elif fault.kind == "parted":
+            until = world.scheduler.now + 10 ** world.random.uniform(-1, 2)
+            for other in world.nodes:
+                for pair in ((node.index, other.index), (other.index, node.index)):
+                    if other is not node and world.random.random() < 0.8:  # or one way only
+                        world.partitions[pair] = until
+        elif fault.kind == "halt":
+            self.people.halt(node)
+        elif fault.kind == "pin" and self.oracle.floor["local"] and len(world.nodes) == 1:
+            self.people.pin(node)
+        elif fault.kind == "second" and len(world.nodes) == 1 and not launch.failed:
+            self.people.start_again(launch, self.plan, self._settings)
+        elif fault.kind == "clock":
+            node.clock_ahead_seconds += world.random.choice([-86400.0, -30.0, 2.0, 3600.0])
         if not process.alive:
             raise Killed
 

@@ -16,8 +16,7 @@ import types
 import typing
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
 """Packages that each process has for itself."""
 CONTAINERS = (dict, list, set, deque, weakref.WeakSet, weakref.WeakKeyDictionary)
+OF_THE_INTERPRETER = ("tierckpt.snapshot.tensor_memory", "tierckpt.state.process_state")
+"""Modules that look for places in memory, which are the same for each simulated process."""
 PROGRAMS = "tests.simulator.programs"
 """A module that each process has for itself, too."""
 
@@ -61,10 +62,21 @@ def compiled(path: Path) -> types.CodeType:
     return found
 
 
+class Fresh(typing.NamedTuple):
+    """A module right after its import."""
+
+    names: dict[str, Any]
+    containers: dict[str, Any]
+    counters: dict[str, Any]
+    caches: list[Any]
+
+
 class Image:
     """The modules of one process."""
 
     free: typing.ClassVar[list[Image]] = []
+    shown: typing.ClassVar[Image | None] = None
+    """Whose modules are in `sys.modules`."""
 
     def __init__(self, world: World, standard: dict[str, types.ModuleType], opener: Any) -> None:
         self.world = world
@@ -73,7 +85,8 @@ class Image:
         self.at_exit: list[Callable[[], Any]] = []
         """What modules have registered when they were made."""
         self.builtins = {**builtins.__dict__, "__import__": self._import, "open": opener}
-        self._fresh: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._fresh: dict[str, Fresh] = {}
+        self._known_hints: dict[Any, dict[str, Any]] = {}
 
     @classmethod
     def take(cls, world: World, standard: dict[str, types.ModuleType], opener: Any) -> Image:
@@ -107,6 +120,7 @@ class Image:
         if is_package:
             space["__path__"] = [str(path.parent)]
         self.modules[name] = sys.modules[name] = module
+        Image.shown = None
         try:
             with self.world.aside():
                 exec(compiled(path), space)
@@ -121,10 +135,12 @@ class Image:
         return module
 
     def _hints(self, kind: Any) -> dict[str, Any]:
-        names = {}
-        for each in reversed(kind.__mro__):
-            names.update(vars(self.modules.get(each.__module__, typing)))
-        return typing.get_type_hints(kind, globalns=names)
+        if kind not in self._known_hints:
+            names = {}
+            for each in reversed(kind.__mro__):
+                names.update(vars(self.modules.get(each.__module__, typing)))
+            self._known_hints[kind] = typing.get_type_hints(kind, globalns=names)
+        return self._known_hints[kind]
 
     def _import(
         self,
@@ -156,17 +172,11 @@ class Image:
             return self.load(name)
         return importlib.import_module(name, package)
 
-    @contextmanager
-    def visible(self) -> Iterator[None]:
-        """Context in which `pickle` finds this process's classes."""
-        before = {name: sys.modules.get(name) for name in self.modules}
-        sys.modules.update(self.modules)
-        try:
-            yield
-        finally:
-            for name, module in before.items():
-                if module is not None:
-                    sys.modules[name] = module
+    def show(self) -> None:
+        """Let `pickle` find this process's classes."""
+        if Image.shown is not self:
+            sys.modules.update(self.modules)
+            Image.shown = self
 
     # --- for the next process -------------------------------------------------------------------
 
@@ -178,24 +188,25 @@ class Image:
             if type(value) in CONTAINERS and not key.startswith("__")
         }
         counters = {k: copy.copy(v) for k, v in space.items() if isinstance(v, itertools.count)}
-        self._fresh[name] = {**space, **counters}, containers
+        caches = [v for v in space.values() if isinstance(v, functools._lru_cache_wrapper)]
+        if name not in OF_THE_INTERPRETER:
+            self._fresh[name] = Fresh({**space}, containers, counters, caches)
 
     def reset(self) -> None:
         """Put everything back that a process has changed in its modules."""
-        for name, (before, containers) in self._fresh.items():
+        for name, fresh in self._fresh.items():
             space = self.modules[name].__dict__
             space.clear()
-            space.update(before)
-            for key, content in containers.items():
+            space.update(fresh.names)
+            for key, content in fresh.containers.items():
                 container = space[key]
                 container.clear()
                 add = container.extend if isinstance(container, list | deque) else container.update
                 add(content)
-            for key, value in before.items():
-                if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
-                elif isinstance(value, itertools.count):
-                    space[key] = copy.copy(value)
+            for key, counter in fresh.counters.items():
+                space[key] = copy.copy(counter)
+            for cache in fresh.caches:
+                cache.cache_clear()
         for name, module in self.modules.items():
             parent, _, last = name.rpartition(".")
             if parent in self.modules:

@@ -253,9 +253,7 @@ class Library:
         call there is a part of a history, which would not be the same in another checkout."""
         text = os.fspath(path)
         return (
-            isinstance(text, str)
-            and text.startswith("/")
-            and not text.startswith((SEEN, "/proc/"))
+            isinstance(text, str) and text.startswith("/") and not text.startswith((SEEN, "/proc/"))
         )
 
     def _place(self, process: Process, path: Any) -> Any:
@@ -286,8 +284,12 @@ class Library:
             path.parent.mkdir(exist_ok=True)
             lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", "2 1 0:9 / /proc rw - proc proc rw"]
             for number, node in enumerate(self.world.nodes):
-                lines.append(f"{10 + number} 1 0:{50 + number} / {self.world.seen(node.shm)} rw - tmpfs tmpfs rw")
-                lines.append(f"{20 + number} 1 8:{20 + number} / {self.world.seen(node.disk)} rw - ext4 /dev/sdb rw")
+                lines.append(
+                    f"{10 + number} 1 0:{50 + number} / {self.world.seen(node.shm)} rw - tmpfs tmpfs rw"
+                )
+                lines.append(
+                    f"{20 + number} 1 8:{20 + number} / {self.world.seen(node.disk)} rw - ext4 /dev/sdb rw"
+                )
             path.write_text("\n".join(lines) + "\n")
         return str(path)
 
@@ -327,6 +329,9 @@ class Library:
         look = world.scheduler.look
         epoch = 1_700_000_000.0
 
+        def calendar() -> float:
+            return epoch + look() + world.process.node.clock_ahead_seconds
+
         def sleep(seconds: float) -> None:
             world.enter("sleep", (seconds,))
             world.scheduler.park(seconds)
@@ -336,11 +341,11 @@ class Library:
             perf_counter=look,
             thread_time=look,
             process_time=look,
-            time=lambda: epoch + look(),
+            time=calendar,
             monotonic_ns=lambda: int(look() * 1e9),
             perf_counter_ns=lambda: int(look() * 1e9),
-            time_ns=lambda: int((epoch + look()) * 1e9),
-            clock_gettime=lambda clock: epoch + look() if clock == time.CLOCK_REALTIME else look(),
+            time_ns=lambda: int(calendar() * 1e9),
+            clock_gettime=lambda clock: calendar() if clock == time.CLOCK_REALTIME else look(),
             sleep=sleep,
         )
         return module
@@ -488,12 +493,32 @@ class Library:
                 world.enter("poll")
                 seconds = None if timeout is None or timeout < 0 else timeout / 1000
                 end = None if seconds is None else world.scheduler.now + seconds
-                while not (found := self._real.poll(0)):
+                while True:
+                    found = self._real.poll(0)
+                    if world.partitions:
+                        found, silent = self._heard(found)
+                    else:
+                        silent = 0.0
+                    if found:
+                        return found
                     left = None if end is None else end - world.scheduler.now
                     if left is not None and left <= 0:
                         return []
-                    world.scheduler.wait_for([*self._wanted.items()], left)
-                return found
+                    if silent > 0:
+                        world.scheduler.park(silent if left is None else min(silent, left))
+                    else:
+                        world.scheduler.wait_for([*self._wanted.items()], left)
+
+            def _heard(self, found: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], float]:
+                """What comes through partitions, and how long to wait for the rest at most."""
+                silent = {
+                    end.fileno(): seconds
+                    for end in world.links
+                    if (seconds := world.silent_seconds(end)) > 0
+                }
+                heard = [each for each in found if each[0] not in silent]
+                held = [silent[fd] for fd, _ in found if fd in silent]
+                return heard, min([*held, 0.01]) if held else 0.0
 
         def select_(
             readers: Any, writers: Any, others: Any, timeout: float | None = None
@@ -619,9 +644,29 @@ class Library:
                 self._name, self._peer = (world.process.node.address, world.new_port()), where[:2]
                 if self.type == socket.SOCK_DGRAM:
                     return 0
-                if (there := world.port(*where[:2])) and os.path.exists(there):
-                    return socket.socket.connect_ex(self, there)
-                return errno.ECONNREFUSED
+                there, other = world.port(*where[:2]), world.node_at(where[0])
+                here = world.process.node
+                if other is not None and world.partitions:
+                    silent = max(
+                        world.parted_seconds(other, here), world.parted_seconds(here, other)
+                    )
+                    patience = 130.0 if self._seconds is None else self._seconds
+                    world.scheduler.park(min(max(silent, 0.0), patience))
+                    if silent > patience:
+                        return errno.ETIMEDOUT
+                if not os.path.exists(there):
+                    return errno.ECONNREFUSED
+                # Who accepts it learns from this name who called.
+                super().bind(f"\0{world.root.name}-{self._name[0]}-{self._name[1]}")
+                code = socket.socket.connect_ex(self, there)
+                self._note()
+                return code
+
+            def _note(self) -> None:
+                """Let a partition between the two nodes stop what comes here."""
+                nodes = world.process.node, world.node_at(self._peer[0])
+                if nodes[1] is not None and nodes[0] is not nodes[1]:
+                    world.links[self] = nodes
 
             def _reach_here(self, where: str) -> int:
                 return socket.socket.connect_ex(self, world.real(where))
@@ -652,27 +697,45 @@ class Library:
                         raise TimeoutError("timed out")
                     wait([(self.fileno(), events)], left)
 
+            def _hear(self) -> None:
+                """Wait for the end of a partition, or for the end of one's patience."""
+                silent = world.silent_seconds(self) if world.partitions else 0.0
+                if silent <= 0:
+                    return
+                if self._seconds == 0:
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                if self._seconds is not None and self._seconds < silent:
+                    world.scheduler.park(self._seconds)
+                    raise TimeoutError("timed out")
+                world.scheduler.park(silent)
+
             def recv(self, *args: Any) -> bytes:
+                self._hear()
                 return self._again("recv", select.POLLIN, lambda: socket.socket.recv(self, *args))
 
             def recv_into(self, *args: Any) -> int:
+                self._hear()
                 return self._again(
                     "recv", select.POLLIN, lambda: socket.socket.recv_into(self, *args)
                 )
 
             def recvfrom(self, *args: Any) -> Any:
+                self._hear()
                 return self._again(
                     "recv", select.POLLIN, lambda: socket.socket.recvfrom(self, *args)
                 )
 
             def recvmsg(self, *args: Any) -> Any:
+                self._hear()
                 found = self._again(
                     "recv", select.POLLIN, lambda: socket.socket.recvmsg(self, *args)
                 )
                 for level, kind, data in found[1]:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         count = len(data) // 4
-                        world.process.fds.update(dict.fromkeys(struct.unpack(f"{count}i", data[: 4 * count])))
+                        world.process.fds.update(
+                            dict.fromkeys(struct.unpack(f"{count}i", data[: 4 * count]))
+                        )
                 return found
 
             def send(self, *args: Any) -> int:
@@ -703,7 +766,9 @@ class Library:
                 channel = Socket(self.family, self.type, self.proto, fileno=fd)
                 if self._inet:
                     channel._inet, channel._name = True, self._name
-                    channel._peer = where = (self._name[0], world.new_port())
+                    _, address, port = bytes(where).decode().rsplit("-", 2)
+                    channel._peer = where = address, int(port)
+                    channel._note()
                 return channel, where
 
             def connect(self, where: Any) -> None:
@@ -866,8 +931,8 @@ class Library:
                 image = world.process.image
                 if image is None:
                     return function(*args, **kwargs)
-                with image.visible():
-                    return function(*args, **kwargs)
+                image.show()
+                return function(*args, **kwargs)
 
             return call
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .world import Node
 
 LEVELS = ("memory", "local", "peer", "persistent")
 
@@ -41,6 +45,13 @@ class Oracle:
     lost_in: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
     """By level the run in which a part of it was lost: what its ranks still say is from before."""
 
+    back_to: int | None = None
+    """The version that the next start must have, since somebody has asked for it."""
+    branch: tuple[int, int] | None = None
+    """The run that was sent back, and its version: each later one continues from there."""
+    pins: dict[tuple[Path, int], int] = field(default_factory=dict)
+    """By folder and version, the number of files that a pin must keep."""
+
     def tell(self, run: int, rank: int, kind: str, *what: Any) -> None:
         """A rank says something."""
         try:
@@ -58,8 +69,30 @@ class Oracle:
         peer since the last loss."""
         self.lose("local")
         self.lost_disks.add(node)
+        self.pins = {
+            key: each for key, each in self.pins.items() if f"/node{node}/" not in str(key[0])
+        }
         if len(self.lost_disks) > 1:
             self.lose("peer")
+
+    def must_go_back(self, version: int) -> None:
+        """The next start must have this older version."""
+        self.said.append(f"*** sent back to v{version}")
+        self.back_to = version
+        self.floor = dict.fromkeys(LEVELS, 0)
+
+    def pin(self, node: Node, version: int, done: bool) -> None:
+        """A command that pins a version has ended."""
+        folder = node.disk / "ckpts"
+        if done:
+            self.said.append(f"*** pinned v{version}")
+            self.pins[folder, version] = len(_files(folder, version))
+
+    def check_pins(self) -> None:
+        """Nothing of a pinned version may be gone."""
+        for (folder, version), count in self.pins.items():
+            if len(left := _files(folder, version)) < count:
+                self.wrong = f"v{version} was pinned with {count} files; now {left}"
 
     @property
     def nothing_left(self) -> bool:
@@ -71,6 +104,8 @@ class Oracle:
         self.said.append(f"{event.monotonic_seconds - 1e6:.4f} run {run} rank {rank}: {about}")
 
     def _reached(self, run: int, rank: int, version: int) -> None:
+        if self.back_to is not None:  # all ranks are there, or no step would be made
+            self.branch, self.back_to = (run, self.back_to), None
         self.reached[run][rank] = version
 
     def _newest(self, run: int, rank: int, newest: dict[str, int | None]) -> None:
@@ -97,6 +132,12 @@ class Oracle:
                 f"run {run}: rank {rank} has v{version} of the runs {trail}, another rank that of "
                 f"{self.trails[run]}"
             )
+        if self.back_to not in (None, version):
+            raise WrongError(f"run {run} restored v{version}, and was sent back to v{self.back_to}")
+        if self.branch is not None and not any(
+            later >= self.branch[0] and begin == self.branch[1] for later, begin in trail
+        ):
+            raise WrongError(f"run {run} has {trail}: not the branch of {self.branch}")
         self.started[run] = version
         self.reached[run][rank] = version
         must = max(self.floor.values())
@@ -112,3 +153,7 @@ class Oracle:
                 and begin > max([*self.reached[earlier].values(), start], default=0)
             ):
                 raise WrongError(f"run {run} restored v{begin}, which run {earlier} never reached")
+
+
+def _files(folder: Path, version: int) -> list[str]:
+    return sorted(each.name for each in folder.glob(f"v{version:010d}.*"))

@@ -90,6 +90,8 @@ def trainer(
         tell("reached", version + 1)
         checkpointer.step()
         tell("newest", dict(checkpointer.newest))
+        if checkpointer.should_exit():
+            break
     checkpointer.close()
     tell("closed", checkpointer.end)
 

@@ -30,6 +30,7 @@ class Owner(Protocol):
     """The process of a task."""
 
     alive: bool
+    stopped_until: float
 
 
 class Task:
@@ -161,6 +162,12 @@ class Scheduler:
         ready.pop()
         if not task.owner.alive:
             return  # it stays where it was killed
+        if task.owner.stopped_until > self.now:
+            self._sequence += 1
+            task.parked = True
+            later = task.owner.stopped_until, self._sequence, task, task.turn
+            heapq.heappush(self._timers, later)
+            return
         self.steps += 1
         self.current = task
         try:
@@ -174,6 +181,8 @@ class Scheduler:
             return False
         for fd, events in self._poll.poll(0):
             for task, wanted in self._watched[fd]:
+                if task.owner.stopped_until > self.now:
+                    continue
                 if events & (wanted | select.POLLHUP | select.POLLERR | select.POLLNVAL):
                     self.wake(task)
         return bool(self._ready)

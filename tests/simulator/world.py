@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ class Node:
         self.boots = 0
         self.shm = world.root / self.name / "shm"
         self.disk = world.root / self.name / "disk"
+        self.clock_ahead_seconds = 0.0
+        """By which this machine's calendar differs from the others'."""
         for each in (self.shm, self.disk):
             each.mkdir(parents=True)
         self.filesystem = Disk(self.disk)
@@ -56,6 +59,8 @@ class Process:
         self.environ = environ
         self.pid = world.new_pid()
         self.alive, self.status = True, 0
+        self.stopped_until = 0.0
+        """SIGSTOP: none of its threads runs before."""
         self.tasks: list[Task] = []
         self.fds: dict[int, None] = {}
         self.ports: list[str] = []
@@ -89,6 +94,10 @@ class World:
         """Number of threads and futures so far."""
         self.nodes = [Node(self, index) for index in range(nodes)]
         self.importing = False
+        self.links: weakref.WeakKeyDictionary[Any, tuple[Node, Node]] = weakref.WeakKeyDictionary()
+        """Ends of connections between nodes: the node that has it, and the other one."""
+        self.partitions: dict[tuple[int, int], float] = {}
+        """Until when nothing comes from the first node to the second."""
         self.locks: dict[tuple[int, int], dict[Process, int]] = {}
         """POSIX's locks of whole files: by device and inode, the processes and their kinds."""
         self.over = False
@@ -140,6 +149,21 @@ class World:
         process = task.owner
         assert isinstance(process, Process)
         return process
+
+    # --- the network ---------------------------------------------------------------------------
+
+    def parted_seconds(self, source: Node, target: Node) -> float:
+        """How long nothing comes from one node to another."""
+        return self.partitions.get((source.index, target.index), 0.0) - self.scheduler.now
+
+    def silent_seconds(self, end: Any) -> float:
+        """How long nothing comes to this end of a connection."""
+        nodes = self.links.get(end)
+        return 0.0 if nodes is None else self.parted_seconds(nodes[1], nodes[0])
+
+    def node_at(self, address: str) -> Node | None:
+        """The node with this address."""
+        return next((node for node in self.nodes if node.address == address), None)
 
     # --- processes and threads ------------------------------------------------------------------
 
