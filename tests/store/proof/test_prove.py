@@ -13,6 +13,7 @@ import re
 import runpy
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,7 @@ from typing import IO, Any
 import pytest
 
 from tierckpt.cli import run_command
+from tierckpt.proof import runs
 
 STEPS = ("--steps", "4")
 SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "prove_script.py")
@@ -65,7 +67,8 @@ def run_script(arguments: list[str], environment: dict[str, str], log: str, fold
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
-    monkeypatch.setattr(subprocess, "Popen", Forked)
+    played = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    monkeypatch.setattr(runs, "subprocess", played)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK"):
         monkeypatch.delenv(name, raising=False)
