@@ -283,7 +283,8 @@ def test_memory_that_an_extension_moved_is_refused_by_name(
         assert said.message.removeprefix("SnapshotError: ").startswith(
             "model/weight: their memory was moved or freed between"
         )
-        assert "their memory was moved or freed" in said.message
+        assert "their memory was moved or freed between the boundary and" in said.message
+        assert "Do that before the boundary, i.e. before step()" in said.message
         with torch.no_grad():
             model.weight.zero_()
         assert ckpt.restore().version == step
