@@ -322,30 +322,27 @@ def test_a_loop_that_starts_at_epoch_0_again_is_refused() -> None:
     assert len(list(data)) == 2
 
 
-def test_another_batch_size_within_an_epoch_is_refused_and_the_way_out_works() -> None:
-    def larger() -> DataLoader[torch.Tensor]:
-        data = torch.arange(11.0)
-        return DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, 2, 1))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("taken", "samples", "batch", "left", "refusal"),
+    [
+        (1, 11, 2 * BATCH, 2, r"batch_size=2, .*batch_size=4: .*epoch\(3\)"),
+        (3, 4, BATCH, 1, r"ends after 1: .* set_epoch\(3\)"),
+    ],
+    ids=["another batch size", "shorter"],
+)
+def test_another_loader_within_an_epoch_is_refused_and_the_way_out_works(
+    taken: int, samples: int, batch: int, left: int, refusal: str
+) -> None:
+    def changed() -> DataLoader[torch.Tensor]:
+        data = torch.arange(float(samples))
+        return DataLoader(data, batch, sampler=DistributedSampler(data, 2, 1))  # type: ignore[arg-type]
 
-    data = resumed_at(1, larger)
+    data = resumed_at(taken, changed)
     data.loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
-    with pytest.raises(tierckpt.TierckptError, match=r"batch_size=2, .*batch_size=4: .*epoch\(3\)"):
+    with pytest.raises(tierckpt.TierckptError, match=refusal):
         iter(data)
     data.set_epoch(3)
-    assert len(list(data)) == 2
-
-
-def test_a_loader_that_became_shorter_is_refused_and_the_way_out_works() -> None:
-    def short() -> DataLoader[torch.Tensor]:
-        data = torch.arange(4.0)
-        return DataLoader(data, BATCH, sampler=DistributedSampler(data, 2, 1))  # type: ignore[arg-type]
-
-    data = resumed_at(3, short)
-    data.loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
-    with pytest.raises(tierckpt.TierckptError, match=r"ends after 1: .* set_epoch\(3\)"):
-        iter(data)
-    data.set_epoch(3)
-    assert len(list(data)) == 1
+    assert len(list(data)) == left
 
 
 class Hidden(Dataset[torch.Tensor]):

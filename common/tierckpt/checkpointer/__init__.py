@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .adapter import Adapter, Handle, PlainAdapter
+    from .adapter import VOID, Adapter, Handle, PlainAdapter
     from .checkpointer import close_now
     from .levels import Backlog, Promotion, Tiers, agent_client, flush_order, parities_to_mend
     from .levels import shards_to_mend, was_lost

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .branches import MAX_HONOURED, ForkSource, Rollback, RollbackRequest, merged_rollbacks
+    from .branches import MAX_HONOURED, ForkSource, Rollback, RollbackRequest, check_alike
+    from .branches import merged_rollbacks
     from .branches import nearest_version, pending_request, rollback_of_setting, source_of
     from .decisions import MAX_QUIET_SECONDS, NEVER_SECONDS, NO_HALT, NO_METRIC, QUIET_SECONDS
     from .decisions import VOTE_WIDTH, Decision, HaltRequest, HaltVote, LevelVote, Reason, Schedule

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .codes import decoding, inverse, invert, multiply, plan_encode, plan_member, plan_rebuild
     from .codes import transfers
     from .groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
-    from .kernels import Product, find_isal
+    from .kernels import ISAL_MISSING, Product, find_isal
     from .parity_manifest import ParityManifest
 
 __getattr__ = lazy_exports(__name__)

@@ -25,7 +25,7 @@ from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
     from .exchange import Exchange, Party, Report, Shard
-    from .parity_file import check_parity
+    from .parity_file import Read, check_parity
     from .remote_reads import RemoteNode
     from .transport import Limits, Transport
     from .windows import AHEAD, rebuild, window_bytes_of

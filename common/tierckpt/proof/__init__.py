@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .recorder import state_of
     from .records import RankRun, Writer, read as read_records
     from .runs import ProveError, Run, end_survivors
-    from .verdict import Departure, IncomparableError, Request, coverage_gaps, over_epochs
+    from .verdict import Departure, IncomparableError, Request, cause, coverage_gaps, departure
+    from .verdict import description, over_epochs
 
 __getattr__ = lazy_exports(__name__)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cuda import DeviceCopies, Sources
     from .native_snapshot import NativeSnapshot
     from .phase import Phase
-    from .snapshot import Snapshot
+    from .snapshot import Copier, Snapshot
     from .staging import Staging
 
 __getattr__ = lazy_exports(__name__)

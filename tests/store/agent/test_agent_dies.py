@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import limits
 from tierckpt import _faults
-from tierckpt.agent import connection_states
 from tierckpt.testing import TinyJob
 
 PHASES = ["op=fsync", "op=rename", "op=fsync_directory", "op=write_manifest", "op=fsync_manifest"]
@@ -82,7 +82,7 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
 ) -> None:
     """Its socket is closed a moment before its process can be seen to have ended. Its old start
     time does not make it a new agent that fails to come."""
-    monkeypatch.setattr(connection_states, "START_SECONDS", 30.0)
+    limits.AGENT_STARTS.set(monkeypatch, 30.0)
     with start("", tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(1)
         client = job.checkpointer._agent

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import limits
 from tests.support.facts import facts_of
 from tests.support.processes import end, python
 from tests.support.warm_python.servers import PYTHON
@@ -25,6 +26,7 @@ from tierckpt import _children
 from tierckpt.agent import (
     AgentAddress,
     AgentClient,
+    AgentFiles,
     AgentSettings,
     Commit,
     FlushOrder,
@@ -38,11 +40,9 @@ from tierckpt.agent import (
     ServedPlaces,
     SessionSettings,
     TrainerSession,
-    address,
-    connection_states,
+    environment_fingerprint,
     process,
 )
-from tierckpt.agent import address as environment
 from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE, key_fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format import Manifest, ShardKey, VersionId
@@ -196,19 +196,19 @@ def test_a_path_added_by_an_import_does_not_count_as_a_change(
     vendored = site / "setuptools" / "_vendor"
     vendored.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
-    before = environment.environment_fingerprint()
+    before = environment_fingerprint()
     monkeypatch.setattr(sys, "path", [*sys.path, str(vendored)])
-    assert environment.environment_fingerprint() == before
+    assert environment_fingerprint() == before
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    assert environment.environment_fingerprint() != before
+    assert environment_fingerprint() != before
 
 
 def test_an_agent_of_another_environment_shuts_down(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and its successor takes its place, whichever rank of the node comes first."""
-    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(connection_states, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
+    limits.AGENT_ANSWERS.set(monkeypatch, 10 * PATIENCE_SECONDS)
+    limits.AGENT_JOINS.set(monkeypatch, 10 * PATIENCE_SECONDS)
     kill(old)
     first, second = (client_of(shm_dir, tmp_path, shard, "new", (0, 1)) for shard in (0, 1))
     second.start(first=False)
@@ -299,10 +299,10 @@ def test_the_first_rank_receives_the_known_peers_also_where_another_one_overtook
     known_nodes = known("node")
     meet(zombie, known_nodes)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    connect = address.AgentFiles.connect
+    connect = AgentFiles.connect
     told_second = list[bool]()
 
-    def overtaken(place: address.AgentFiles) -> socket.socket | None:
+    def overtaken(place: AgentFiles) -> socket.socket | None:
         channel = connect(place)
         if not told_second:
             told_second.append(True)
@@ -310,7 +310,7 @@ def test_the_first_rank_receives_the_known_peers_also_where_another_one_overtook
             until(second.poll)
         return channel
 
-    monkeypatch.setattr(address.AgentFiles, "connect", overtaken)
+    monkeypatch.setattr(AgentFiles, "connect", overtaken)
     come(first)
     assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
     agents.append(reach(first))
@@ -432,7 +432,7 @@ def serve_here(
         process, "lower_priority", lambda nice: None
     )  # else it would be this process's
     monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
-    monkeypatch.setenv(environment.ENVIRONMENT_VARIABLE, what)
+    monkeypatch.setenv("TIERCKPT_AGENT_FINGERPRINT", what)
     job = settings.place().job
     job.create()
     (job.path / "r00000.0").touch()  # the folder stays while there are slots
@@ -454,7 +454,7 @@ def test_only_the_commit_under_way_is_finished(
         session.say(Problem("was finished"))
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
-    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.5)
+    limits.AGENT_ANSWERS.set(monkeypatch, 0.5)
     before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
@@ -539,8 +539,8 @@ def test_without_an_agent_waiting_work_fails_and_it_is_reported_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free for the memory level then; and the agent is tried again."""
-    monkeypatch.setattr(connection_states, "MAX_AGENTS", 2)
-    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.1)
+    limits.AGENTS_TRIED.set(monkeypatch, 2)
+    limits.AGENT_ANSWERS.set(monkeypatch, 0.1)
     client = client_of(shm_dir, tmp_path, 0, "new")
     client.settings.place().job.create()
     places = [replace(client.settings, index=index).place() for index in range(2)]
@@ -571,7 +571,7 @@ def test_without_an_agent_waiting_work_fails_and_it_is_reported_once(
         place.address.unlink()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    limits.AGENT_ANSWERS.set(monkeypatch, PATIENCE_SECONDS)
     until(lambda: client.pid is not None)
     agents.append(client.pid or 0)
     client.close()
@@ -601,18 +601,18 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
 
 
 def test_differences_between_launches_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = environment.environment_fingerprint()
+    before = environment_fingerprint()
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "12345")
     monkeypatch.setenv("TIERCKPT_SLOTS", "3")
-    assert environment.environment_fingerprint() == before
+    assert environment_fingerprint() == before
     for name in ("AWS_SESSION_TOKEN", KEY_VARIABLE, "https_proxy", "HTTPS_PROXY"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "another")
-            assert environment.environment_fingerprint() != before
-    assert environment.environment_fingerprint() == before
+            assert environment_fingerprint() != before
+    assert environment_fingerprint() == before
     monkeypatch.syspath_prepend("/another")
-    assert environment.environment_fingerprint() != before
+    assert environment_fingerprint() != before
 
 
 def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
@@ -625,7 +625,7 @@ def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
         line = Path(f"/proc/{job.checkpointer._agent.pid}/cmdline").read_text()
         assert "tierckpt.agent.process" in line
         assert KEY not in line
-        assert environment.environment_fingerprint() not in line
+        assert environment_fingerprint() not in line
 
 
 # --- modules -------------------------------------------------------------------------------------

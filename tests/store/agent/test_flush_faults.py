@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from tests.store.storage.test_full_and_read_only import fill_up
+from tests.support import limits
 from tests.support.processes import end, python
 from tests.support.s3_server import KEY, SECRET, Proxy
 from tierckpt import _faults
-from tierckpt.agent import client
-from tierckpt.checkpointer import shutdown
-from tierckpt.core import decisions
 from tierckpt.events import Event
 from tierckpt.format import ShardKey
 from tierckpt.storage import CommitTimes, LocalStore
@@ -322,8 +320,8 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent continues without the job."""
-    monkeypatch.setattr(decisions, "QUIET_SECONDS", NO_PATIENCE)
-    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
+    limits.QUIET_LEVEL.set(monkeypatch, NO_PATIENCE)
+    limits.FINAL_NOTICE.set(monkeypatch, 0.1)
     come, resume, hang = hanging_uploads()
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
@@ -350,8 +348,8 @@ def test_a_failure_during_the_final_wait_is_reported_at_once(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last version's flush hangs until the failure of the one before was reported."""
-    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
+    limits.FINAL_NOTICE.set(monkeypatch, 0.1)
+    limits.LOOKS_FOR_ANSWERS.set(monkeypatch, 0.1)
     come, waits, heard = threading.Event(), threading.Event(), threading.Event()
     answers: list[bool] = []
 
@@ -388,8 +386,8 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store hangs, and the launcher grants no time; the agent has it."""
-    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
+    limits.FINAL_NOTICE.set(monkeypatch, 0.1)
+    limits.LOOKS_FOR_ANSWERS.set(monkeypatch, 0.1)
     come, resume, hang = hanging_uploads()
 
     def heard(event: Event) -> None:
@@ -420,7 +418,7 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
 def test_a_slow_store_does(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
+    limits.FINAL_NOTICE.set(monkeypatch, 0.1)
     come, resume, hang = hanging_uploads()
 
     def heard(event: Event) -> None:

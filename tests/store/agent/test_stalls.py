@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support import limits
 from tierckpt.agent import status
 from tierckpt.halt import HaltController
-from tierckpt.storage import DirectFile, JobDirectory, LocalStore, slot_pool
+from tierckpt.storage import DirectFile, JobDirectory, LocalStore, SlotPool
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -24,7 +25,7 @@ PATIENCE_SECONDS = 60.0
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stall counts at once."""
-    monkeypatch.setattr(slot_pool, "LATE_SECONDS", 0.0)
+    limits.SLOT_LATE.set(monkeypatch, 0.0)
     monkeypatch.setattr(status, "ASK_SECONDS", 0.0)
     monkeypatch.setattr(status, "STALL_SECONDS", 0.01)
 
@@ -129,8 +130,8 @@ def test_a_disk_that_hangs_costs_no_version_in_memory(
 def test_a_slot_that_was_taken_away_is_not_committed(
     path: Path, shm_dir: Path, gate: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_pool, "TAKEN_SECONDS", 0.0)
-    monkeypatch.setattr(slot_pool.SlotPool, "_memory_for_more", lambda pool: False)
+    limits.SLOT_TAKEN.set(monkeypatch, 0.0)
+    monkeypatch.setattr(SlotPool, "_memory_for_more", lambda pool: False)
     with job_at(path, shm_dir, agent="inline") as job:
         begin(job)
         gate.clear()
@@ -139,7 +140,7 @@ def test_a_slot_that_was_taken_away_is_not_committed(
         run_until(job, lambda: bool(job.heard("failed", "local")))
         failed = job.heard("failed", "local")[0]
         assert "was refilled while it was written" in failed.message
-        monkeypatch.setattr(slot_pool, "LATE_SECONDS", PATIENCE_SECONDS)
+        limits.SLOT_LATE.set(monkeypatch, PATIENCE_SECONDS)
         run_until(job, lambda: any(e.version > failed.version for e in job.heard("committed")))
     assert failed.version not in [e.version for e in job.heard("committed")]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from tierckpt.agent import (
     find_agents,
 )
 from tierckpt.format import VersionId
-from tierckpt.storage import JobDirectory, file_lock
+from tierckpt.storage import JobDirectory, holder
 
 HOLDER = """
 import sys
@@ -97,10 +97,17 @@ def test_an_agent_that_left_its_lock_was_killed(place: AgentFiles) -> None:
     assert (agent.state, agent.pid, agent.status) == (GONE, 777, None)
 
 
-def test_an_unknown_answer_is_none(place: AgentFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has the lock: this one would drop its own by looking."""
-    place.lock.write_text("777")
-    monkeypatch.setattr(file_lock, "held", lambda fd: True)
+@pytest.fixture
+def other(place: AgentFiles) -> Iterator[int]:
+    """Another process, which has the lock of the agent: this one would drop its own by looking."""
+    process = python(HOLDER, place.lock)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process.pid
+    end(process)
+
+
+def test_an_unknown_answer_is_none(place: AgentFiles, other: int) -> None:
     with place.listen_for_watchers() as listener:
 
         def garbage() -> None:
@@ -112,29 +119,18 @@ def test_an_unknown_answer_is_none(place: AgentFiles, monkeypatch: pytest.Monkey
         thread.start()
         [agent] = find_agents(place.job)
         thread.join()
-    assert (agent.state, agent.pid) == (SILENT, 777)
+    assert (agent.state, agent.pid) == (SILENT, other)
     assert "unknown message" in agent.why
 
 
-def test_a_lock_is_looked_at_without_being_taken(place: AgentFiles) -> None:
+def test_a_lock_is_looked_at_without_being_taken(
+    place: AgentFiles, request: pytest.FixtureRequest
+) -> None:
     place.lock.touch()
-    fd = os.open(place.lock, os.O_RDONLY)
-    try:
-        assert not file_lock.held(fd)
-    finally:
-        os.close(fd)
-    holder = python(HOLDER, place.lock)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        fd = os.open(place.lock, os.O_RDONLY)
-        try:
-            assert file_lock.held(fd)
-        finally:
-            os.close(fd)
-        assert find_agents(place.job)[0].state == SILENT
-    finally:
-        end(holder)
+    assert holder(place.lock) is None
+    other = request.getfixturevalue("other")  # it gets the lock
+    assert holder(place.lock) == other
+    assert find_agents(place.job)[0].state == SILENT
 
 
 def test_results_are_counted_by_level() -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import tierckpt
+from tests.support import limits
 from tests.support.tiny_course import STEPS, versions_on_disk
 from tierckpt.agent import AgentClient
-from tierckpt.checkpointer import shutdown
-from tierckpt.core import decisions
 from tierckpt.testing import TinyJob, run_in_child
 
 
@@ -76,7 +75,8 @@ def test_a_failure_after_the_seal_costs_that_version_and_not_the_training(
 
 def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
     """The agent, in its own process, does not answer any more, as if stuck in the kernel."""
-    decisions.QUIET_SECONDS = shutdown.NOTICE_SECONDS = 0.2
+    for limit in (limits.QUIET_LEVEL, limits.FINAL_NOTICE):
+        limit.set(pytest.MonkeyPatch(), 0.2)
     with TinyJob(path, **settings) as job:
         job.run(2)
         job.settle()

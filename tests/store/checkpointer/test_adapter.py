@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support.tiny_course import fingerprints, in_shm
-from tierckpt.checkpointer import Adapter, Handle, PlainAdapter
-from tierckpt.checkpointer.adapter import VOID
+from tierckpt.checkpointer import VOID, Adapter, Handle, PlainAdapter
 from tierckpt.testing import TinyJob
 
 METHODS = [name for name in vars(PlainAdapter) if callable(getattr(PlainAdapter, name))]

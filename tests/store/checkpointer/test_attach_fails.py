@@ -17,25 +17,29 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.checkpointer import PlainAdapter, checkpointer, levels, loop, node_resources
+from tierckpt.checkpointer import PlainAdapter, Tiers, checkpointer, node_resources
+from tierckpt.coordination import JobHistory, PeerSetup, Reports
 from tierckpt.errors import TierckptError, UnsupportedStateError
+from tierckpt.halt import HaltController
 from tierckpt.hooks import iterations
+from tierckpt.snapshot import Copier, Staging
+from tierckpt.storage import SlotPool
 
 POINTS = {
-    "the reports": (levels, "Reports"),
+    "the reports": (Reports, "__init__"),
     "where slots are": (node_resources.image_file, "place_for_slots"),
-    "slots": (node_resources, "SlotPool"),
+    "slots": (SlotPool, "__init__"),
     "room": (node_resources.NodeResources, "tell_of_room"),
-    "lives": (levels, "JobHistory"),
-    "behind the agent": (levels, "PeerSetup"),
-    "the agent": (levels.Tiers, "open"),
-    "the copier": (loop, "Copier"),
-    "capture": (loop, "Staging"),
+    "lives": (JobHistory, "__init__"),
+    "behind the agent": (PeerSetup, "__init__"),
+    "the agent": (Tiers, "open"),
+    "the copier": (Copier, "__init__"),
+    "capture": (Staging, "__init__"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
     "the barrier": (iterations, "GlobalStepHook"),
     "the trace": ("tierckpt.tracing.recorder", "open_trace"),
-    "signals": (checkpointer.HaltController, "of"),
+    "signals": (HaltController, "of"),
     "the proof": (checkpointer, "order_here"),
     "the adapter": (PlainAdapter, "attached"),
 }

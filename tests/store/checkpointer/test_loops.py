@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import tierckpt
+from tests.support import limits
 from tests.support.tiny_course import fingerprints
-from tierckpt.snapshot import Desk, Snapshot, describe_engine, find_engine, snapshot
+from tierckpt.snapshot import Desk, Snapshot, describe_engine, find_engine
 from tierckpt.testing import TinyJob
 
 
@@ -25,7 +26,7 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
 ) -> None:
     """At the boundary the copier would take the interpreter from the forward pass, without any work
     yet."""
-    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    limits.COPIER_QUIET.set(monkeypatch, 1e6)
     # Not "auto": on a busy machine that would copy early.
     with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
@@ -218,8 +219,8 @@ def test_a_version_calls_few_functions_and_the_copier_none(
     if find_engine() is None:
         pytest.skip(describe_engine())
     # However slow the machine is, the copier has nothing else to do.
-    monkeypatch.setattr(snapshot, "LINGER_SECONDS", 1e6)
-    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    limits.COPIER_LINGERS.set(monkeypatch, 1e6)
+    limits.COPIER_QUIET.set(monkeypatch, 1e6)
     called = calls_of(path, {**settings, "local_every_steps": 0, "local_every_seconds": 0})
     assert 0 < len(called) <= MAX_FUNCTIONS_OF_VERSION
     assert called.total() / STEPS_COUNTED <= MAX_CALLS_OF_VERSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from tests.support.tmpfs import mount, read_only, unmount
 from tierckpt import _faults
 from tierckpt.config import Config, load_config
 from tierckpt.doctor import Finding, Mark, Subject, machine
-from tierckpt.storage import Need, file_lock, guarantees, try_directory
+from tierckpt.storage import Need, try_directory
 
 
 def local(path: Path | str, **more: object) -> list[Finding]:
@@ -161,7 +162,7 @@ def refuse(*_: object, **__: object) -> None:
 def test_a_file_system_without_locks_is_a_cross(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_lock, "try_lock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     found = try_directory(Need(str(tmp_path)))
     assert found.broken == {"locks": "No locks available"}
     monkeypatch.setattr(machine, "of_directory", lambda need, seconds: found)
@@ -177,7 +178,7 @@ def test_a_file_system_without_locks_is_a_cross(
 def test_a_file_system_without_links_serves_the_local_level_alone(
     name: str, guarantee: str, mark: Mark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarantees.os, name, refuse)
+    monkeypatch.setattr(os, name, refuse)
     found = try_directory(Need(str(tmp_path)))
     monkeypatch.undo()
     assert [*found.broken] == [guarantee]

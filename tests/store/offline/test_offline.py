@@ -29,7 +29,7 @@ from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.coordination import PROOF_VARIABLE, ProofOrder
 from tierckpt.erasure import Code
 from tierckpt.errors import ConfigError, RestoreError
-from tierckpt.format import records
+from tierckpt.format import with_check
 from tierckpt.offline import Row, rows_of, survey_of
 from tierckpt.restore import PieceWriter
 from tierckpt.storage import JobDirectory, LocalStore, job_id_of
@@ -317,7 +317,7 @@ def test_versions_of_a_newer_tierckpt_are_not_silently_skipped(job: Any, tmp_pat
     path = tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', STEPS).stem}.manifest"
     told = json.loads(path.read_bytes().split(b"\n")[0])
     told["format_version"] = "9.0"
-    path.write_bytes(records.with_check(json.dumps(told).encode()))
+    path.write_bytes(with_check(json.dumps(told).encode()))
     with pytest.raises(RestoreError, match="a newer release of tierckpt wrote"):
         tierckpt.load(tmp_path / "ckpts")
     assert tierckpt.load(tmp_path / "ckpts", STEPS - 1).version == STEPS - 1

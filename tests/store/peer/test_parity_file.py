@@ -25,8 +25,7 @@ from tests.support.tmpfs import SIZE_BYTES
 from tierckpt.erasure import Code, ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import BLOCK_BYTES, Manifest, ParityKey, ShardKey, VersionId
-from tierckpt.peer import Address, RemoteNode, Transport, check_parity, rebuild, remote_reads
-from tierckpt.peer.parity_file import Read
+from tierckpt.peer import Address, Read, RemoteNode, Transport, check_parity, rebuild, remote_reads
 from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import VersionName
 from tierckpt.testing import StoreConformance, commit_one, injected, key_of

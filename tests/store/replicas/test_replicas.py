@@ -25,8 +25,7 @@ from tests.support import exact
 from tests.support.parts import monitor_of
 from tierckpt.cli import export_version, list_versions
 from tierckpt.offline import open_version
-from tierckpt.replicas import monitor, replicated_state
-from tierckpt.replicas.monitor import OUTDATED_LOOKS
+from tierckpt.replicas import ReplicatedState, replicated_state
 from tierckpt.storage import SuspectMarks, persistent_suspects
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import ThreadGroup, run_ranks
@@ -716,17 +715,18 @@ def test_state_in_lists_is_walked_over_a_few_times_a_round(
 ) -> None:
     slices, made = 20, Counter[int]()
 
-    class Counted(monitor.ReplicatedState):
-        def __init__(self, state: Any, slices: int) -> None:
-            made[threading.get_ident()] += 1
-            super().__init__(state, slices)
+    walk = ReplicatedState.__init__
 
-    monkeypatch.setattr(monitor, "ReplicatedState", Counted)
+    def counted(self: ReplicatedState, state: Any, slices: int) -> None:
+        made[threading.get_ident()] += 1
+        walk(self, state, slices)
+
+    monkeypatch.setattr(ReplicatedState, "__init__", counted)
 
     def program(rank: Rank) -> list[str]:
         rank.train(2 * slices)
         walks = made[threading.get_ident()]
-        assert walks <= 2 * (OUTDATED_LOOKS + 1)
+        assert walks <= 12, "six of each round's twenty slices"
         rank.leave()
         return rank.loud()
 

@@ -9,39 +9,44 @@ from typing import Any
 
 import pytest
 
-from tests.unit.restore.test_progress import Terminal
-from tierckpt.checkpointer import checkpointer
+from tests.support.progress import Terminal, at_once
 from tierckpt.restore import Progress
 from tierckpt.testing import TinyJob
 
 LAST = 3
 
 
-class Impatient(Progress):
-    """The bar of a long restore; it records the progress of each phase."""
-
-    reached: dict[str, tuple[int, int]]
-
-    def __init__(self, shown: bool) -> None:
-        super().__init__(shown, patience_seconds=0.0)
-        Impatient.reached = {}
-
-    def _show(self) -> None:
-        super()._show()
-        self.reached[self._phase] = self._done, self._total
+Reached = dict[str, tuple[int, int]]
 
 
 @pytest.fixture
-def restored_with(path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def reached(monkeypatch: pytest.MonkeyPatch) -> Reached:
+    """The progress of each phase, as the bar of a long restore shows it."""
+    found: Reached = {}
+    show = Progress._show
+
+    def shown(self: Progress) -> None:
+        show(self)
+        found[self._phase] = self._done, self._total
+
+    monkeypatch.setattr(Progress, "_show", shown)
+    at_once(monkeypatch)
+    return found
+
+
+@pytest.fixture
+def restored_with(
+    path: Path, settings: dict[str, Any], reached: Reached, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """`restored_with(progress)`: the terminal's output during the restore, and the restored
     bytes."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(checkpointer, "Progress", Impatient)
     with TinyJob(path, **settings) as job:
         job.run(LAST)
 
     def restore(progress: bool | None) -> tuple[str, int]:
         terminal = Terminal()
+        reached.clear()
         with TinyJob(path, seed=9, **settings) as job, monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", terminal)
             restored = job.checkpointer.restore(progress=progress)
@@ -52,10 +57,12 @@ def restored_with(path: Path, settings: dict[str, Any], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("asked", [True, None])
-def test_a_restore_shows_how_far_it_is(asked: bool | None, restored_with: Any) -> None:
+def test_a_restore_shows_how_far_it_is(
+    asked: bool | None, restored_with: Any, reached: Reached
+) -> None:
     text, nbytes = restored_with(asked)
     assert nbytes > 0
-    assert Impatient.reached == {
+    assert reached == {
         f"verifying v{LAST}": (nbytes, 0),
         f"loading v{LAST}": (nbytes, nbytes),
     }
@@ -63,7 +70,7 @@ def test_a_restore_shows_how_far_it_is(asked: bool | None, restored_with: Any) -
     assert re.search(rf"loading v{LAST} .*{nbytes / 1000:.1f}/{nbytes / 1000:.1f} kB", text), text
 
 
-def test_a_restore_without_a_bar_shows_none(restored_with: Any) -> None:
+def test_a_restore_without_a_bar_shows_none(restored_with: Any, reached: Reached) -> None:
     text, _ = restored_with(False)
     assert text == ""
-    assert Impatient.reached == {}
+    assert reached == {}

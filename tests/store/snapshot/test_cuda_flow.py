@@ -21,7 +21,7 @@ import torch
 
 import tierckpt
 from tests.support.late_device import Compute, LateDevice, LateEvent, Side
-from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine, snapshot
+from tierckpt.snapshot import CopyPlan, Phase, Sources, cuda, describe_engine, find_engine
 
 
 class CpuLane:
@@ -93,7 +93,7 @@ def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     def checked(self: cuda.CudaSnapshot) -> None:
         release_batch(self)
-        if self.phase is snapshot.Phase.OPEN:
+        if self.phase is Phase.OPEN:
             assert compute.waited_for == made.stream.enqueued  # else training would not wait
 
     monkeypatch.setattr(cuda.CudaSnapshot, "_release_batch", checked)
@@ -193,7 +193,7 @@ def test_a_version_is_sealed_in_an_evaluation_that_releases_no_layer(
         ckpt.step()
     taken = ckpt._active.snapshot
     taken.wait_done()
-    assert (taken.phase, taken.clock.barrier) == (snapshot.Phase.SEALED, 0.0)
+    assert (taken.phase, taken.clock.barrier) == (Phase.SEALED, 0.0)
     following = [train_step(model, optimizer)]  # its barrier finds nothing to do
     ckpt.abandon()
     model, optimizer = build()

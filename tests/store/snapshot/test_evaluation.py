@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import limits
 from tests.support.late_copies import before_blocks
 from tierckpt.format import ShardKey
-from tierckpt.snapshot import Phase, Snapshot, snapshot
+from tierckpt.snapshot import Phase, Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 
 PATIENCE_SECONDS = 60.0
@@ -108,7 +109,7 @@ def test_copier_and_training_may_release_the_same_layers_at_the_same_time(
     tmp_path: Path, settings: dict[str, Any], course: dict[int, str], monkeypatch: Any
 ) -> None:
     """Each block is copied once, and no version is torn, whichever thread is first."""
-    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 0.0)
+    limits.COPIER_QUIET.set(monkeypatch, 0.0)
     copied: list[tuple[int, int]] = []
     before_blocks(monkeypatch, lambda block: copied.append((job.checkpointer.version, block)))
     settings |= {"local_keep_last": 100}

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests.store.checkpointer.test_interrupts import Interrupt
+from tests.support import limits
 from tests.support.late_copies import without_the_engine
 from tests.support.thorough import points
 from tests.support.tiny_course import STEPS, versions_on_disk
-from tierckpt.snapshot import NativeSnapshot, Snapshot, describe_engine, find_engine, snapshot
+from tierckpt.snapshot import NativeSnapshot, Snapshot, describe_engine, find_engine
 from tierckpt.testing import TinyJob, run_in_child, train
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
@@ -184,8 +185,8 @@ def test_a_step_as_short_as_that_leaves_the_interpreter_to_the_training(
         seal(self)
 
     monkeypatch.setattr(Snapshot, "_seal", noted)
-    monkeypatch.setattr(snapshot, "LINGER_SECONDS", 1e6)
-    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    limits.COPIER_LINGERS.set(monkeypatch, 1e6)
+    limits.COPIER_QUIET.set(monkeypatch, 1e6)
     with TinyJob(path, **settings) as job:
         job.run(4)  # slots are made by the copier
         job.train_one()

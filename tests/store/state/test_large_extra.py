@@ -19,7 +19,7 @@ import tierckpt
 from tests.support import exact
 from tierckpt.format import BLOCK_BYTES, decode_header
 from tierckpt.snapshot import Phase, snapshot
-from tierckpt.state import tree_codec
+from tierckpt.state import TAG, Arena, EncodedTree
 from tierckpt.testing import injected
 
 NUMBER = 700_000
@@ -130,18 +130,18 @@ def test_no_thread_is_held_for_longer_than_a_block_takes(
     it in the barrier, has more work at once."""
     hashed: list[int] = []
     copied: list[int] = []
-    digest, copy = snapshot.digest, tree_codec.EncodedTree.copy
+    digest, copy = snapshot.digest, EncodedTree.copy
 
     def counted_digest(data: Any) -> bytes:
         hashed.append(len(data))
         return digest(data)
 
-    def counted_copy(self: tree_codec.EncodedTree, low: int, target: torch.Tensor) -> None:
+    def counted_copy(self: EncodedTree, low: int, target: torch.Tensor) -> None:
         copied.append(target.numel())
         copy(self, low, target)
 
     monkeypatch.setattr(snapshot, "digest", counted_digest)
-    monkeypatch.setattr(tree_codec.EncodedTree, "copy", counted_copy)
+    monkeypatch.setattr(EncodedTree, "copy", counted_copy)
     job = run().steps(3)
     job.iterate()
     job.ckpt.wait()
@@ -164,13 +164,13 @@ def test_extra_state_is_copied_after_the_boundary_where_there_is_time(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
-    copy = tree_codec.EncodedTree.copy
+    copy = EncodedTree.copy
 
-    def noted(self: tree_codec.EncodedTree, low: int, target: torch.Tensor) -> None:
+    def noted(self: EncodedTree, low: int, target: torch.Tensor) -> None:
         threads.add(threading.current_thread().name)
         copy(self, low, target)
 
-    monkeypatch.setattr(tree_codec.EncodedTree, "copy", noted)
+    monkeypatch.setattr(EncodedTree, "copy", noted)
     job = run().steps(1)
     job.iterate()
     threads.clear()
@@ -187,16 +187,16 @@ def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """A function for every clone of the boundary: True while its memory is in use."""
     found: list[weakref.ref[Any]] = []
 
-    def keep(self: tree_codec.Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+    def keep(self: Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         if tensor.dtype is not torch.float32 or tensor.numel() < NUMBER:
             return plain(self, tensor, path)
         memory = tensor.numpy().copy()
         found.append(weakref.ref(memory))
         self.tensors.append(torch.from_numpy(memory))
-        return {tree_codec.TAG: "tensor", "v": len(self.tensors) - 1}
+        return {TAG: "tensor", "v": len(self.tensors) - 1}
 
-    plain = tree_codec.Arena.keep
-    monkeypatch.setattr(tree_codec.Arena, "keep", keep)
+    plain = Arena.keep
+    monkeypatch.setattr(Arena, "keep", keep)
     return found
 
 

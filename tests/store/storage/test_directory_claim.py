@@ -29,12 +29,14 @@ from tierckpt.storage import (
     JobFinishedError,
     Launch,
     claims,
+    claims_in,
     file_lock,
+    holder,
     launch_of,
     locks_are_local,
     mount_of,
+    smallest,
 )
-from tierckpt.storage.claims import MAX_STARTERS, process_mark, smallest
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
@@ -101,7 +103,7 @@ def killed(process: subprocess.Popen[str], directory: Path, node: str = "*") -> 
     process.kill()
     process.wait()
     marks = f".claim.{OTHERS}.{node}"
-    while any(file_lock.holder(mark) is not None for mark in directory.glob(marks)):
+    while any(holder(mark) is not None for mark in directory.glob(marks)):
         time.sleep(0.01)
 
 
@@ -180,12 +182,12 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
         return look(self)
 
     def kill(seconds: float) -> None:
-        monkeypatch.setattr(claims.time, "sleep", sleep)
+        monkeypatch.setattr(time, "sleep", sleep)
         killed(other, tmp_path)
 
     monkeypatch.setattr(DirectoryClaim, "_others", slow)
-    monkeypatch.setattr(claims.time, "monotonic", lambda: monotonic() + late[0])
-    monkeypatch.setattr(claims.time, "sleep", kill)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + late[0])
+    monkeypatch.setattr(time, "sleep", kill)
     assert mine().stake() == ""
 
 
@@ -196,10 +198,10 @@ def test_a_dying_one_is_waited_for(
 
     def kill(seconds: float) -> None:
         naps.append(seconds)
-        monkeypatch.setattr(claims.time, "sleep", sleep)
+        monkeypatch.setattr(time, "sleep", sleep)
         killed(other, tmp_path)
 
-    monkeypatch.setattr(claims.time, "sleep", kill)
+    monkeypatch.setattr(time, "sleep", kill)
     monkeypatch.setattr(claims, "HERE_SECONDS", 60.0)
     assert mine().stake() == ""
     assert len(naps) == 1
@@ -303,9 +305,9 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
         said = subprocess.check_output([*command, *around], env=environment, text=True)
         told.append(ast.literal_eval(said))
     (one, agent), (other, again) = told
-    assert agent == again == process_mark("self") == process_mark(os.getpid())
+    assert agent == again == claims.process_mark("self") == claims.process_mark(os.getpid())
     assert len({one, other, agent}) == 3
-    assert launch_of({}).starters == (process_mark("self"),)
+    assert launch_of({}).starters == (claims.process_mark("self"),)
     assert launch_of({}, in_use=True).starters == (), "it is in another run yet"
 
 
@@ -318,7 +320,7 @@ def test_the_agent_is_found_behind_a_shim_that_changed_the_port() -> None:
     environment = {**os.environ, **names, "MASTER_PORT": "1"}
     command = ["sh", "-c", attempt, "sh", tell]
     said = subprocess.check_output(command, env=environment, text=True)
-    assert ast.literal_eval(said)[1] == process_mark("self")
+    assert ast.literal_eval(said)[1] == claims.process_mark("self")
 
 
 def test_where_proc_is_of_another_namespace_no_agent_is_found(
@@ -333,8 +335,8 @@ def test_where_proc_is_of_another_namespace_no_agent_is_found(
 
 def test_two_runs_with_many_starters_share_some_of_their_ids() -> None:
     one = [f"{number:016x}" for number in range(3000)]
-    assert smallest(one) == tuple(one[:MAX_STARTERS])
-    assert len(set(smallest(one[::2])) & set(smallest(one))) == MAX_STARTERS // 2
+    assert smallest(one) == tuple(one[: claims.MAX_STARTERS])
+    assert len(set(smallest(one[::2])) & set(smallest(one))) == claims.MAX_STARTERS // 2
 
 
 def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:
@@ -529,7 +531,7 @@ def test_of_a_process_that_has_a_rank_of_the_job_yet_nothing_is_proved(
     tmp_path: Path, shm_dir: Path
 ) -> None:
     settings = {"path": str(tmp_path / "ckpts"), "shm_dir": str(shm_dir)}
-    mark = process_mark("self")
+    mark = claims.process_mark("self")
 
     def starters() -> tuple[str, ...]:
         return agree_on_settings(settings, None, SingleGroup())[1].starters
@@ -550,4 +552,4 @@ def test_one_without_a_local_level_claims_nothing(tmp_path: Path, shm_dir: Path)
 
 
 def test_a_directory_that_does_not_exist_has_no_claims(tmp_path: Path) -> None:
-    assert claims.claims_in(tmp_path / "missing") == []
+    assert claims_in(tmp_path / "missing") == []

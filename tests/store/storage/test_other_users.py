@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support import limits
 from tierckpt.cli import run_command
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.storage import DirectoryClaim, LocalPins, LocalStore, claims
+from tierckpt.storage import DirectoryClaim, LocalPins, LocalStore
 from tierckpt.storage.persistent import PosixBackend
 from tierckpt.testing import TinyJob, run_in_child
 
@@ -120,7 +121,8 @@ def list_as_ben(place: Path, out: Path, shm: Path) -> None:
 
 def ask(place: Path, answer: Path) -> None:
     become(BEN, 0o022)
-    claims.HERE_SECONDS = claims.ELSEWHERE_SECONDS = 0.2
+    for limit in (limits.CLAIM_HERE, limits.CLAIM_ELSEWHERE):
+        limit.set(pytest.MonkeyPatch(), 0.2)
     made = DirectoryClaim(place, "bens", 0, lambda *_: None)
     answer.write_text(made.stake())
     made.release()

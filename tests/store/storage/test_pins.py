@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import limits
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt import PinError
 from tierckpt.cli import run_command
 from tierckpt.config import load_config
 from tierckpt.coordination import mark_everywhere
-from tierckpt.core import decisions
 from tierckpt.format import ShardKey, VersionId
 from tierckpt.group import Node
 from tierckpt.storage import LocalPins, LocalStore, PersistentPins
@@ -176,7 +176,7 @@ def test_a_level_that_hangs_is_named(
         hangs.set()
         resume.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr(decisions, "QUIET_SECONDS", 0.5)
+    limits.QUIET_LEVEL.set(monkeypatch, 0.5)
     with job() as first:
         first.run(1)
         with monkeypatch.context() as patch:

@@ -23,14 +23,13 @@ from tierckpt.storage import (
     JobBusyError,
     JobDirectory,
     Slot,
-    job_directory,
+    holder,
     job_id_of,
     lock_shared,
     read_seal,
     seal_area_bytes,
     unlock,
 )
-from tierckpt.storage.job_directory import _unlocked
 
 SEAL_BYTES = seal_area_bytes(1)
 OBSTACLES: dict[str, Callable[[Path], object]] = {
@@ -350,7 +349,7 @@ def test_a_wrong_clock_removes_no_only_copy(
     for seconds in (0, wrong_seconds):
         monkeypatch.setattr(time, "time", lambda at=now + seconds: at)
         assert job.remove_dead_jobs(linger_seconds=3600) == []
-        for path in (other.path, other.slot_path(0, 0), other.path / job_directory.DEAD_MARK):
+        for path in (other.path, other.slot_path(0, 0), other.path / "seen.dead"):
             os.utime(path, (now - wrong_seconds,) * 2)
 
 
@@ -371,7 +370,7 @@ def test_an_invalid_mark_removes_nothing(
     mark: str, job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
     assert job.remove_dead_jobs(linger_seconds=3000) == []
-    path = other.path / job_directory.DEAD_MARK
+    path = other.path / "seen.dead"
     told = json.loads(path.read_text())
     if mark == "a directory":
         path.unlink()
@@ -412,7 +411,7 @@ def test_a_job_that_comes_back_while_the_dead_are_removed_keeps_its_place(
     def look_and_come_back(self: JobDirectory, *arguments: int) -> object:
         found = looked(self, *arguments)
         returned.append(python(HOLD_RANK, job.root.parent, "other"))
-        while not (waits_for_a_lock(returned[0].pid) or not _unlocked(taken)):
+        while not (waits_for_a_lock(returned[0].pid) or holder(taken) is not None):
             assert returned[0].poll() is None
         return found
 

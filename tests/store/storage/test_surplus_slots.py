@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage import JobDirectory, Slot, close_lock, lock_shared, slot_pool, take_lock
+from tests.support import limits
+from tierckpt.storage import JobDirectory, Slot, close_lock, lock_shared, take_lock
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -21,7 +22,7 @@ PATIENCE_SECONDS = 60.0
 @pytest.fixture
 def settings(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """No slot is one more because an agent has read another one for long."""
-    monkeypatch.setattr(slot_pool, "LATE_SECONDS", math.inf)
+    limits.SLOT_LATE.set(monkeypatch, math.inf)
     return {"path": tmp_path / "ckpts", "shm_dir": str(shm_dir), "local_every_steps": 1000}
 
 

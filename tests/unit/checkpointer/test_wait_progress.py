@@ -5,32 +5,22 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import time
 from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
 
+from tests.support.progress import Terminal, at_once
 from tierckpt import events
 from tierckpt.agent import Problem, TaskStatus
-from tierckpt.checkpointer import WaitProgress, shutdown
+from tierckpt.checkpointer import WaitProgress
 from tierckpt.config import load_config
 from tierckpt.core import PEER, PERSISTENT, Level
 from tierckpt.format import VersionId
 from tierckpt.restore import Progress
 
 STORE = "/shared/ckpts"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Prompt(Progress):
-    """A bar that appears at once."""
-
-    def __init__(self, shown: bool) -> None:
-        super().__init__(shown, patience_seconds=0.0)
 
 
 class Agent:
@@ -78,7 +68,7 @@ def made(rank: int = 0, speaks: bool = True) -> tuple[Any, Agent, Reports]:
 def in_terminal(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[str, Reports]:
     """The output of a commit, a flush, and a wait for other ranks."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(shutdown, "Progress", Prompt)
+    at_once(monkeypatch)
     terminal = Terminal()
     with redirect_stderr(terminal):
         progress, agent, reports = made(rank)
@@ -120,7 +110,7 @@ def test_in_logs_lines_come_at_growing_intervals(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(shutdown.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress, agent, reports = made(speaks=speaks)
     agent.flushes(500_000)
     for _ in range(130):

@@ -31,13 +31,11 @@ from tierckpt.codecs import (
     key_fingerprint,
     scatter_planes,
 )
-from tierckpt.codecs import codec as pipeline
-from tierckpt.codecs.codec import make_codec
 from tierckpt.codecs.difference import difference, undone
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format import Buffer, Encoding, Parameter, VersionId
-from tierckpt.storage.persistent import PersistentStore, PosixBackend, backends
+from tierckpt.storage.persistent import PersistentStore, PosixBackend
 from tierckpt.testing import BLOCKS, PLACE, CodecConformance, HidingConformance, noise
 
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
@@ -178,7 +176,7 @@ def test_another_key_is_named_by_its_fingerprint(monkeypatch: pytest.MonkeyPatch
     written = AesGcm()
     monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
     with pytest.raises(CodecError, match=f"{written.key_id}.*{KEY_VARIABLE}") as caught:
-        make_codec("aes-gcm", written.parameters())
+        Pipeline.of_description((("aes-gcm", written.parameters()),))
     assert KEY not in str(caught.value)
 
 
@@ -200,7 +198,7 @@ def test_a_setting_is_a_row_of_modules() -> None:
     assert made.hides
     assert made.description[0] == ("zstd", {"level": -3})
     assert not Pipeline.of_setting(" ", "here")
-    assert Pipeline.of_setting("incremental", "here").full_every == pipeline.FULL_EVERY
+    assert Pipeline.of_setting("incremental", "here").full_every == 8
 
 
 def test_a_row_is_undone_in_reverse() -> None:
@@ -334,7 +332,7 @@ def install(monkeypatch: pytest.MonkeyPatch, group: str, **found: str) -> None:
 
 
 def test_a_module_of_somebody_elses_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, pipeline.GROUP, mirror="somebodys:Mirror", broken="no_such_package:It")
+    install(monkeypatch, "tierckpt.codecs", mirror="somebodys:Mirror", broken="no_such_package:It")
     made = Pipeline.of_setting("mirror mark=9, zstd", "here")
     assert made.description == (("mirror", {"mark": 9}), ("zstd", {"level": 1}))
     assert bytes(made.decode(made.encode(b"content", PLACE), PLACE)) == b"content"
@@ -355,7 +353,7 @@ def test_a_module_that_cannot_be_made_is_a_setting_that_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On one node alone, perhaps: all ranks get a ConfigError, and no other error."""
-    install(monkeypatch, pipeline.GROUP, moody="somebodys:Moody")
+    install(monkeypatch, "tierckpt.codecs", moody="somebodys:Moody")
     with pytest.raises(ConfigError, match=r"moody cannot be made: FileNotFoundError: /etc/mood"):
         Pipeline.of_setting("moody", "here")
     with pytest.raises(CodecError, match="was encoded with the codec 'moody'"):
@@ -372,7 +370,7 @@ class Shelf(PosixBackend):
 def test_a_store_of_somebody_elses_is_an_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(monkeypatch, backends.GROUP, shelf="somebodys:Shelf", broken="no_such_package:It")
+    install(monkeypatch, "tierckpt.backends", shelf="somebodys:Shelf", broken="no_such_package:It")
     store = PersistentStore(f"shelf:/{tmp_path}/place", shared_writes=False)
     store.create()
     assert (tmp_path / "place").is_dir()

@@ -15,7 +15,7 @@ from tierckpt.config import load_config
 from tierckpt.coordination import JobTopology, redundancy_groups
 from tierckpt.erasure import kernels
 from tierckpt.group import Node, SingleGroup
-from tierckpt.storage.job_directory import job_directory
+from tierckpt.storage import directory_of_job
 
 
 def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
@@ -25,7 +25,7 @@ def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
     shared = {"persistent_path": tmp_path / "shared", "persistent_nodes_at_once": 2}
     config = load_config({**given, **shared, "persistent_keep_best": 1}, {})
     node = Node(index=3, count=5, ranks=(0,))
-    client = agent_client(config, SingleGroup(), job_directory(config), node, "")
+    client = agent_client(config, SingleGroup(), directory_of_job(config), node, "")
     with contextlib.closing(Agent(linger_seconds=0.0)) as agent:
         flusher = agent.flusher(client.session)
         assert flusher is not None
@@ -76,7 +76,7 @@ def test_a_start_says_once_that_parity_will_be_slow(
     groups, problem = redundancy_groups(config, topology, group)
     assert (len(groups), problem) == (1, "")
     directory = {"directory_is_new": False, "directory_is_another": False}
-    resources: Any = SimpleNamespace(job=job_directory(config), pool=None, **directory)
+    resources: Any = SimpleNamespace(job=directory_of_job(config), pool=None, **directory)
     agreement: Any = None
     said: Any = Said()
     levels = Tiers(config, group, topology, groups, resources, agreement, said)

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tierckpt.coordination import OWN_WIDTH, GroupBallots, RankGoneError, ballots, ballots_for
+from tests.support import limits
+from tierckpt.coordination import OWN_WIDTH, GroupBallots, RankGoneError, ballots_for
 from tierckpt.coordination import leader_tree as module
 from tierckpt.coordination.leader_tree import LeaderTree, leader_tree
 from tierckpt.group import Node
@@ -62,7 +63,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1, 2), (1,) * 9, (2,) * 7])
 def test_the_minimum_of_every_turn(shape: tuple[int, ...]) -> None:
-    turns = 3 * ballots.TURNS
+    turns = 3 * limits.BALLOT_TURNS.value
 
     def program(group: ThreadGroup, tree: LeaderTree) -> list[list[int]]:
         found = []
@@ -197,7 +198,7 @@ def test_where_a_leader_cannot_be_reached_all_vote_by_the_group(
 
 
 def test_a_ring_that_cannot_have_a_tree_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballots, "TREE_RANKS", 2)
+    limits.TREE_RANKS.set(monkeypatch, 2)
     monkeypatch.setattr(module, "_listen", lambda *_: (None, None))
 
     def whole(group: Any) -> str:
@@ -212,7 +213,7 @@ def test_a_ring_that_cannot_have_a_tree_says_so(monkeypatch: pytest.MonkeyPatch)
 def test_a_ring_of_many_ranks_on_several_nodes_votes_by_a_tree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ballots, "TREE_RANKS", 4)
+    limits.TREE_RANKS.set(monkeypatch, 4)
     hosts = nodes_of((2, 2))
 
     def whole(group: Any) -> tuple[bool, bool, list[int], list[tuple[int, ...]]]:
@@ -361,7 +362,7 @@ def test_numbers_of_votes_are_made_equal_without_the_tree(
 
 
 def test_a_lost_rank_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballots, "MEETING_SECONDS", 0.2)
+    limits.BALLOT_MEETING.set(monkeypatch, 0.2)
     hosts = nodes_of((1, 1, 1))
 
     def whole(group: ThreadGroup) -> tuple[bool, bool] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from tierckpt.agent import CommitFailed, Committed, Flushed, FlushFailed, Proble
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import load_config
 from tierckpt.coordination import Agreement, GroupBallots, Reports
-from tierckpt.coordination import agreement as module
 from tierckpt.core import (
     BROKEN,
     DONE,
@@ -90,7 +90,7 @@ def test_the_time_of_each_level_passes_by_itself(
     monkeypatch: pytest.MonkeyPatch, agreement: Agreement
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     agreement.restart({}, (), {LOCAL: 50.0})
 
     def over(after_seconds: float) -> list[str]:

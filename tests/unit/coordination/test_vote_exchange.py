@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.support import limits
 from tierckpt.config import load_config
 from tierckpt.coordination import (
     OWN_WIDTH,
@@ -26,7 +27,6 @@ from tierckpt.coordination import (
     SharedBallots,
     ballots_for,
 )
-from tierckpt.coordination import ballots as module
 from tierckpt.core import VOTE_WIDTH
 from tierckpt.format import VersionId
 from tierckpt.group import Node
@@ -124,7 +124,7 @@ def test_the_minimum_of_every_boundary(size: int) -> None:
 def test_equal_rows_are_a_result_only_if_every_byte_is_there() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
         found: list[Any] = []
-        for turn in range(1, 2 * module.TURNS):
+        for turn in range(1, 2 * limits.BALLOT_TURNS.value):
             if group.rank == 2:  # the others wait for it
                 group.barrier()
             pending: Any = box.all_reduce_min([7] * WIDTH)
@@ -145,7 +145,7 @@ def test_equal_rows_are_a_result_only_if_every_byte_is_there() -> None:
 
     first, second, third = on_pages(3, program)
     whole = (True, True, [7] * WIDTH)
-    turns, nbytes = 2 * module.TURNS - 1, 8 * (2 + WIDTH) + 4
+    turns, nbytes = 2 * limits.BALLOT_TURNS.value - 1, 8 * (2 + WIDTH) + 4
     assert first == [False, whole, *[False] * nbytes] * turns
     assert second == [False, whole] * turns
     assert third == [whole] * turns
@@ -268,7 +268,7 @@ def test_the_vote_of_a_rank_that_ended_after_it_counts() -> None:
 
 
 def test_a_rank_that_runs_and_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
+    limits.BALLOT_PATIENCE.set(monkeypatch, 0.02)
 
     def program(group: ThreadGroup, box: SharedBallots) -> str:
         said = ""
@@ -284,7 +284,7 @@ def test_a_rank_that_runs_and_never_comes_is_named(monkeypatch: pytest.MonkeyPat
 def test_a_rank_that_comes_too_late_gets_no_other_vote() -> None:
     def program(group: ThreadGroup, box: SharedBallots) -> bool:
         first = box.all_reduce_min([1] * WIDTH)
-        for _ in range(module.TURNS):
+        for _ in range(limits.BALLOT_TURNS.value):
             box.all_reduce_min([2] * WIDTH)
         group.barrier()
         with pytest.raises(RuntimeError, match="vote 1 was asked for after its vote 5"):

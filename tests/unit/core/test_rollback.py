@@ -8,12 +8,12 @@ from tierckpt.core import (
     MAX_HONOURED,
     Rollback,
     RollbackRequest,
+    check_alike,
     merged_rollbacks,
     nearest_version,
     pending_request,
     rollback_of_setting,
 )
-from tierckpt.core.branches import check_alike
 from tierckpt.errors import RestoreError
 from tierckpt.format import VersionId, newest_first
 

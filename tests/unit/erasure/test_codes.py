@@ -31,7 +31,7 @@ from tierckpt.erasure import (
     transfers,
 )
 from tierckpt.errors import CorruptShardError, RestoreError
-from tierckpt.format import DIGEST_BYTES, PAGE_BYTES, manifest
+from tierckpt.format import DIGEST_BYTES, PAGE_BYTES, check, digests_of, parity_blocks
 
 WINDOW_BYTES = 5000
 
@@ -460,7 +460,7 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     code, stripes = cluster.stripes.code, cluster.stripes
     shard_blocks = [[min(700, n), n - min(700, n)] for n in stripes.shard_bytes]
     digests = [
-        manifest.digests_of(memoryview(m.shard), blocks)
+        digests_of(memoryview(m.shard), blocks)
         for m, blocks in zip(cluster.members, shard_blocks, strict=True)
     ]
     lost = data.draw(st.integers(0, code.n - 1))
@@ -479,26 +479,26 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     rebuilt = memoryview(cluster.members[lost].shard)
     if reach:
         with pytest.raises(CorruptShardError, match=r"shard 3: bytes \d+ to \d+ differ"):
-            manifest.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+            check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
     else:
-        manifest.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+        check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
         assert rebuilt == before
 
 
 def test_damaged_parity_is_found_before_it_is_used() -> None:
     parity = bytearray(np.random.default_rng(0).bytes(1_200_000))
-    blocks = manifest.parity_blocks(len(parity))
+    blocks = parity_blocks(len(parity))
     assert blocks == [524288, 524288, 151424]
-    digests = manifest.digests_of(memoryview(parity), blocks)
+    digests = digests_of(memoryview(parity), blocks)
     assert len(digests) == 3 * DIGEST_BYTES
-    manifest.check(memoryview(parity), blocks, digests, "parity of shard 1")
+    check(memoryview(parity), blocks, digests, "parity of shard 1")
     parity[-1] ^= 1
     with pytest.raises(CorruptShardError, match="parity of shard 1: bytes 1048576 to 1200000"):
-        manifest.check(memoryview(parity), blocks, digests, "parity of shard 1")
+        check(memoryview(parity), blocks, digests, "parity of shard 1")
     with pytest.raises(CorruptShardError, match="1199999 bytes long and has 3 digests"):
-        manifest.check(memoryview(parity)[:-1], blocks, digests, "it")
+        check(memoryview(parity)[:-1], blocks, digests, "it")
     with pytest.raises(CorruptShardError, match="has 2 digests"):
-        manifest.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
+        check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
     with pytest.raises(ValueError, match="blocks of 1200000 bytes"):
-        manifest.digests_of(memoryview(parity)[:-1], blocks)
-    assert manifest.parity_blocks(0) == []
+        digests_of(memoryview(parity)[:-1], blocks)
+    assert parity_blocks(0) == []

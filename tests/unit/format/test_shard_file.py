@@ -22,7 +22,7 @@ from tierckpt.format import (
     encode_table,
     plan_layout,
 )
-from tierckpt.state import tree_codec
+from tierckpt.state import flat, spec_of
 
 names = st.text(min_size=1, max_size=12)
 structures = st.dictionaries(names, st.lists(names, max_size=3), max_size=3)
@@ -103,14 +103,14 @@ def with_random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 def shard_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> bytes:
     """Build a shard's bytes by the rules: header, then each piece's flat bytes."""
-    specs = [tree_codec.spec_of(t, n) for n, t in tensors.items()]
+    specs = [spec_of(t, n) for n, t in tensors.items()]
     layout = plan_layout(specs, [], rank, ranks)
     encoded, data_bytes = encode_header(layout, 10, {})
     data = bytearray(data_bytes)
     for piece in layout.pieces:
-        flat = tree_codec.flat(tensors[piece.spec.name])[piece.start : piece.stop]
-        if flat.numel():
-            raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
+        values = flat(tensors[piece.spec.name])[piece.start : piece.stop]
+        if values.numel():
+            raw = values.contiguous().view(torch.uint8).numpy().tobytes()
             data[piece.offset : piece.offset + piece.nbytes] = raw
     return encoded + bytes(data)
 

@@ -17,11 +17,12 @@ from tierckpt.format import (
     ShardSummary,
     TensorSpec,
     VersionSummary,
+    counts,
     decode_header,
     encode_header,
+    lacking,
     plan_layout,
 )
-from tierckpt.format.shard_file import counts, lacking
 
 NOTHING = RankState(b"", b"", ())
 

@@ -25,7 +25,15 @@ from tierckpt.config import Config, load_config, parse_signals
 from tierckpt.core import NO_HALT, HaltRequest, HaltVote, Reason
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
-from tierckpt.halt import HaltController, Signals, request_file
+from tierckpt.halt import (
+    FILE_NAME,
+    HaltController,
+    Signals,
+    clear_request,
+    parse_time,
+    read_request,
+    write_request,
+)
 from tierckpt.halt import controller as halting
 from tierckpt.halt.controller import RequestWatcher
 from tierckpt.storage import watched_directories
@@ -117,16 +125,9 @@ def test_times_as_people_write_them() -> None:
         "2026-12-24T06:00+00:00": datetime(2026, 12, 24, 6, 0, tzinfo=UTC),
     }
     for text, expected in at.items():
-        assert request_file.parse_time(text, now) == expected.timestamp(), text
+        assert parse_time(text, now) == expected.timestamp(), text
     with pytest.raises(ConfigError, match="'tomorrow' is not a time; give HH:MM"):
-        request_file.parse_time("tomorrow", now)
-
-
-def test_the_end_of_the_allocation_is_slurms() -> None:
-    assert request_file.allocation_end({"SLURM_JOB_END_TIME": "4000000000"}) == 4e9
-    assert request_file.allocation_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
-    assert request_file.allocation_end({"SLURM_JOB_END_TIME": "inf"}) is None
-    assert request_file.allocation_end({}) is None
+        parse_time("tomorrow", now)
 
 
 def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
@@ -144,19 +145,19 @@ def test_the_command_asks_adds_shows_and_clears(
     place, claim = str(tmp_path), tmp_path / ".claim.9f8e7d6c.0"
     claim.touch()
     assert run_command(["halt", place, "--after-version", "100"]) == 0
-    assert request_file.read(tmp_path) == HaltRequest(after_version=100)
+    assert read_request(tmp_path) == HaltRequest(after_version=100)
     assert (
         run_command(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"])
         == 0
     )
-    assert request_file.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
+    assert read_request(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
     capsys.readouterr()
     assert run_command(["halt", place, "--show"]) == 0
     assert "to stop: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
     assert run_command(["halt", place, "--now", "--clear"]) == 0
-    assert request_file.read(tmp_path) == HaltRequest(now=True)
+    assert read_request(tmp_path) == HaltRequest(now=True)
     assert run_command(["halt", place, "--clear"]) == 0
-    assert request_file.read(tmp_path) is None
+    assert read_request(tmp_path) is None
     assert "may continue" in capsys.readouterr().out
     assert run_command(["halt", place, "--clear"]) == 0
     assert list(tmp_path.iterdir()) == [claim]
@@ -186,10 +187,10 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
     if left:
         (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
     asked = run_command(["halt", str(tmp_path), "--now"]) == 0
-    assert asked == seen == (request_file.read(tmp_path) is not None)
+    assert asked == seen == (read_request(tmp_path) is not None)
     assert ("no job has written to" in capsys.readouterr().err) != seen
     assert run_command(["halt", str(tmp_path), "--now", "--force"]) == 0
-    assert request_file.read(tmp_path) == HaltRequest(now=True)
+    assert read_request(tmp_path) == HaltRequest(now=True)
 
 
 @pytest.mark.parametrize("asked", [["--show"], ["--clear"]])
@@ -221,7 +222,7 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
 ) -> None:
     """A missing folder above it may be an unmounted file system."""
     assert run_command(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
-    assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
+    assert read_request(tmp_path / "ckpts") == HaltRequest(now=True)
     assert run_command(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
     told = capsys.readouterr().err
     assert f"{tmp_path}/mount does not exist; mount it, or make it" in told
@@ -262,10 +263,10 @@ def test_the_command_refuses_conditions_that_never_or_always_hold(
 ) -> None:
     """The current request stays unchanged."""
     standing = HaltRequest(after_version=7)
-    request_file.write(tmp_path, standing)
+    write_request(tmp_path, standing)
     assert run_command(["halt", str(tmp_path), *arguments]) == 1
     assert re.search("numbers from 0 on|a finite number of seconds, 0 or", capsys.readouterr().err)
-    assert request_file.read(tmp_path) == standing
+    assert read_request(tmp_path) == standing
 
 
 @pytest.mark.parametrize("arguments", [["--after-version=-1"], ["--clear", "--after-version=x"]])
@@ -273,11 +274,11 @@ def test_the_command_refuses_what_is_no_version(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     standing = HaltRequest(after_version=7)
-    request_file.write(tmp_path, standing)
+    write_request(tmp_path, standing)
     with pytest.raises(SystemExit, match="2"):
         run_command(["halt", str(tmp_path), *arguments])
     assert "is no version; give a number, like 4000 or v4000" in capsys.readouterr().err
-    assert request_file.read(tmp_path) == standing
+    assert read_request(tmp_path) == standing
 
 
 @pytest.mark.parametrize("arguments", [["--now"], ["--show"], ["--clear"]])
@@ -299,14 +300,14 @@ def test_the_command_refuses_a_url(
 def test_a_request_that_cannot_be_read_is_named_with_the_way_out(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / request_file.FILE_NAME).write_text(content)
+    (tmp_path / FILE_NAME).write_text(content)
     for asked in ("--show", "--now"):
         assert run_command(["halt", str(tmp_path), asked]) == 1
         told = capsys.readouterr().err
         assert told.startswith(f"tierckpt: {tmp_path}: ")
         assert told.endswith("; --clear removes it\n")
     assert run_command(["halt", str(tmp_path), "--clear", "--now"]) == 0
-    assert request_file.read(tmp_path) == HaltRequest(now=True)
+    assert read_request(tmp_path) == HaltRequest(now=True)
 
 
 def test_the_command_names_the_job_with_the_margin_that_counts(
@@ -337,14 +338,14 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
     elsewhere = tmp_path / "not there yet"
     watcher = RequestWatcher([str(tmp_path), str(elsewhere)])
     try:
-        request_file.write(tmp_path, HaltRequest(after_version=5))
+        write_request(tmp_path, HaltRequest(after_version=5))
         until(lambda: watcher.requests == (HaltRequest(after_version=5),))
         elsewhere.mkdir()
-        request_file.write(elsewhere, HaltRequest(now=True))
+        write_request(elsewhere, HaltRequest(now=True))
         until(lambda: len(watcher.requests) == 2)
         assert f"tierckpt halt {tmp_path} --clear, " in watcher.advice()
-        request_file.clear(elsewhere)
-        (tmp_path / request_file.FILE_NAME).write_text("what?")
+        clear_request(elsewhere)
+        (tmp_path / FILE_NAME).write_text("what?")
         until(lambda: watcher.problems)
         assert watcher.requests == ()
         assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
@@ -376,12 +377,12 @@ def test_a_place_that_cannot_be_read_is_no_request(often: None, tmp_path: Path) 
 def test_an_invalid_request_is_skipped_and_the_next_one_found(
     content: bytes, often: None, tmp_path: Path
 ) -> None:
-    (tmp_path / request_file.FILE_NAME).write_bytes(content)
+    (tmp_path / FILE_NAME).write_bytes(content)
     watcher = RequestWatcher([str(tmp_path)])
     try:
         until(lambda: watcher.problems)
         assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
-        request_file.write(tmp_path, HaltRequest(now=True))
+        write_request(tmp_path, HaltRequest(now=True))
         until(lambda: watcher.requests == (HaltRequest(now=True),))
         assert watcher.problems == ()
     finally:
@@ -389,7 +390,7 @@ def test_an_invalid_request_is_skipped_and_the_next_one_found(
 
 
 def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / request_file.FILE_NAME)
+    os.mkfifo(tmp_path / FILE_NAME)
     watcher = RequestWatcher([str(tmp_path)])
     try:
         until(lambda: watcher.problems)
@@ -413,7 +414,7 @@ def test_first_ranks_of_nodes_watch_local_directories_and_rank_0_the_shared_one(
 def test_the_advice_can_be_pasted_into_a_shell(often: None, tmp_path: Path) -> None:
     place = tmp_path / "my run; rm"
     place.mkdir()
-    request_file.write(place, HaltRequest(now=True))
+    write_request(place, HaltRequest(now=True))
     watcher = RequestWatcher([str(place)])
     try:
         until(watcher.advice)
@@ -601,7 +602,7 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
-    request_file.write(places[1], HaltRequest(after_version=4))
+    write_request(places[1], HaltRequest(after_version=4))
     ranks = [make_rank(place) for place in places]
     until(lambda: ranks[1].halting._watcher.requests)
     agreed, answers = NO_HALT, []
@@ -646,7 +647,7 @@ def test_how_long_before_a_time_a_job_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The request's own margin, or the configured one; without either, after that time."""
-    request_file.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
+    write_request(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
     rank = make_rank(halt_seconds_left=configured)
     until(lambda: rank.halting._watcher.requests)
     found = []
@@ -717,10 +718,11 @@ def test_the_time_that_a_signal_grants_counts_from_its_arrival(
     assert halting.seconds_for_others() == pytest.approx(20 - 12, abs=1)
 
 
-def test_an_end_but_no_time_is_shown_as_it_is(make_rank: Any) -> None:
-    rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
-    rank.halting.wish(1)
-    assert "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds" in rank.texts()
+@pytest.mark.parametrize("text", ["tomorrow", "inf"])
+def test_an_end_but_no_time_is_shown_as_it_is(text: str, make_rank: Any) -> None:
+    rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": text})
+    assert rank.halting.wish(1)[0] is Reason.NONE
+    assert f"SLURM_JOB_END_TIME is '{text}', which is not a Unix time in seconds" in rank.texts()
     assert "is not set" not in rank.texts()
 
 
@@ -741,7 +743,7 @@ def test_a_rank_that_left_is_ended_by_a_signal_unless_the_end_was_agreed_on(
 
 def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    request_file.write(tmp_path, HaltRequest(now=True))
+    write_request(tmp_path, HaltRequest(now=True))
     rank = make_rank(halt_signals="SIGUSR1")
     try:
         until(lambda: rank.halting._watcher.requests)

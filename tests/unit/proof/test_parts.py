@@ -11,8 +11,7 @@ import pytest
 
 from tierckpt.cli import run_command
 from tierckpt.config import load_config
-from tierckpt.coordination import PROOF_VARIABLE, ProofOrder
-from tierckpt.coordination.proof_order import order_here, path_of, redirected
+from tierckpt.coordination import PROOF_VARIABLE, ProofOrder, order_here, path_of, redirected
 from tierckpt.errors import ConfigError
 from tierckpt.proof import (
     Departure,
@@ -21,9 +20,11 @@ from tierckpt.proof import (
     RankRun,
     Run,
     Writer,
+    cause,
+    departure,
+    description,
     read_records,
 )
-from tierckpt.proof.verdict import MAX_NAMES, cause, departure, description
 
 # --- orders --------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
 
 
 def test_an_option_is_named_before_many_weights() -> None:
-    weights = tuple(f"model/{i}" for i in range(MAX_NAMES))
+    weights = tuple(f"model/{i}" for i in range(6))
     name = "options/opt[0]/lr"
     found = Departure(2, (*weights, name), (0,), {name: ("float 0.1", "float 0.2")}, 9)
     assert description(found).startswith("7 of 9 names: options/opt[0]/lr (0.1 and 0.2), model/0,")

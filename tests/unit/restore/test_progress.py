@@ -8,12 +8,8 @@ from contextlib import redirect_stderr
 
 import pytest
 
+from tests.support.progress import Terminal
 from tierckpt.restore import Progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

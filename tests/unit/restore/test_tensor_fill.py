@@ -12,7 +12,7 @@ from torch import nn
 
 from tierckpt.format import ShardHeader, TensorSpec, decode_header, encode_header, plan_layout
 from tierckpt.restore import LARGE_BYTES, Part, TensorPreallocator
-from tierckpt.state import TrainingState, label_optimizers, tree_codec
+from tierckpt.state import TrainingState, as_bytes, flat, label_optimizers, spec_of
 
 WIDTH = 512  # a square of float32 is four times LARGE_BYTES
 WIDEST = 3072  # larger than any allocation from the allocator's heap
@@ -28,7 +28,7 @@ def live(width: int = WIDTH, steps: int = 0) -> TrainingState:
 
 
 def specs_of(state: TrainingState) -> dict[str, TensorSpec]:
-    return {n: tree_codec.spec_of(t, n) for n, t, _ in state.entries(state.walk())}
+    return {n: spec_of(t, n) for n, t, _ in state.entries(state.walk())}
 
 
 def header_of(state: TrainingState, rank: int = 1) -> ShardHeader:
@@ -63,7 +63,7 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
     foresee(new, header_of(saved))
     for name, spec in specs.items():
         tensor = new.make(spec, "cpu")
-        assert tree_codec.spec_of(tensor, name) == spec
+        assert spec_of(tensor, name) == spec
         if name.startswith("optimizer/weight/exp_avg"):
             assert pages_there(tensor) >= tensor.nbytes // mmap.PAGESIZE - 1
     assert pages_there(new.make(large, "cpu")) < large.nbytes // mmap.PAGESIZE // 2  # a second one
@@ -76,7 +76,7 @@ def test_memory_of_one_foreseen_is_given_once() -> None:
     spec = specs_of(saved)["optimizer/weight/exp_avg"]
     assert spec.nbytes == 4 * LARGE_BYTES
     assert new.make(spec, "cpu").data_ptr() != (again := new.make(spec, "cpu")).data_ptr()
-    assert tree_codec.spec_of(again, spec.name) == spec
+    assert spec_of(again, spec.name) == spec
 
 
 def test_no_tensor_is_made_for_values_that_exist_or_fit_nothing() -> None:
@@ -128,9 +128,7 @@ def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
     shard[: len(encoded)] = encoded
     for piece in layout.pieces:
         low = len(encoded) + piece.offset
-        shard[low : low + piece.nbytes] = bytes(
-            tree_codec.as_bytes(tree_codec.flat(entries[piece.spec.name])).numpy()
-        )
+        shard[low : low + piece.nbytes] = bytes(as_bytes(flat(entries[piece.spec.name])).numpy())
     bounds = [0, *range(len(encoded), len(shard), mmap.PAGESIZE), len(shard)]
     parts = [(0, a, memoryview(shard)[a:b]) for a, b in itertools.pairwise(bounds)]
     return decode_header(memoryview(shard)), parts

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt.state import process_state
+from tierckpt.state import digests_of, load_rng, pack_rng, take_up
 
 
 @pytest.fixture(autouse=True)
 def streams_put_back() -> Iterator[None]:
-    saved = process_state.pack_rng()
+    saved = pack_rng()
     yield
-    process_state.load_rng(saved)
+    load_rng(saved)
 
 
 def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
     np.random.seed(numpy)
     torch.manual_seed(cpu)
     draws()
-    return process_state.pack_rng()
+    return pack_rng()
 
 
 def draws() -> dict[str, Any]:
@@ -39,13 +39,13 @@ def draws() -> dict[str, Any]:
 
 
 def after_restore(rank: int, size: int, saved: list[dict[str, Any]], version: int = 9) -> Any:
-    everyone = [process_state.digests_of(each) for each in saved]
-    assert process_state.take_up(saved[rank % len(saved)], version, rank, everyone) == []
+    everyone = [digests_of(each) for each in saved]
+    assert take_up(saved[rank % len(saved)], version, rank, everyone) == []
     return draws()
 
 
 def undisturbed(saved: dict[str, Any]) -> dict[str, Any]:
-    process_state.load_rng(saved)
+    load_rng(saved)
     return draws()
 
 
@@ -74,29 +74,47 @@ def test_ranks_with_equal_random_streams_keep_them_equal() -> None:
     assert len({each["numpy"] for each in drawn}) == 4
 
 
-def test_the_seed_depends_on_kind_version_states_and_rank() -> None:
-    base = process_state.seed_of("torch", 9, ["a", "b"], 5)
-    assert base is not None
-    others = [
-        process_state.seed_of("numpy", 9, ["a", "b"], 5),
-        process_state.seed_of("torch", 10, ["a", "b"], 5),
-        process_state.seed_of("torch", 9, ["b", "a"], 5),
-        process_state.seed_of("torch", 9, ["a"], 5),
-        process_state.seed_of("torch", 9, ["a", "b"], 6),
-    ]
-    assert len({base, *others}) == 6
-    assert process_state.seed_of("torch", 9, ["a", "a"], 5) is None
-    assert process_state.seed_of("torch", 9, ["a"], 5) is not None
+def states(*digests: str) -> list[dict[str, str]]:
+    """The digests of all saved ranks, the same for each kind of stream."""
+    return [dict.fromkeys(digests_of(pack_rng()), digest) for digest in digests]
 
 
-def test_the_rule_is_the_documented_one() -> None:
+@pytest.mark.parametrize(
+    ("version", "digests", "rank"),
+    [
+        (9, ("a", "b"), 5),
+        (10, ("a", "b"), 5),
+        (9, ("b", "a"), 5),
+        (9, ("a",), 5),
+        (9, ("a", "b"), 6),
+    ],
+)
+def test_the_rule_is_the_documented_one(version: int, digests: tuple[str, ...], rank: int) -> None:
     """Computed by hand: a restart of an old checkpoint must draw the same numbers as before."""
-    text = b"tierckpt stream torch v9 a b"
-    expected = (int(hashlib.sha256(text).hexdigest(), 16) + 5) % 2**256
-    assert process_state.seed_of("torch", 9, ["a", "b"], 5) == expected
+
+    def seed(kind: str) -> int:
+        text = " ".join([f"tierckpt stream {kind} v{version}", *digests])
+        return (int(hashlib.sha256(text.encode()).hexdigest(), 16) + rank) % 2**256
+
+    words = np.frombuffer(seed("numpy").to_bytes(32, "little"), dtype="<u4")
+    numpy, drawn = (
+        np.random.RandomState(words),
+        torch.Generator().manual_seed(seed("torch") % 2**64),
+    )
+    python = random.Random(seed("python"))
+    assert take_up(pack_rng(), version, rank, states(*digests)) == []
+    assert draws() == {
+        "python": (python.random(), python.gauss(0, 1)),
+        "numpy": (numpy.rand(), numpy.randn()),
+        "torch": torch.rand(3, generator=drawn).tolist(),
+    }
 
 
 def test_thirty_two_bits_of_the_seeds_distinguish_the_ranks() -> None:
     """torch's generator on the CPU takes no more of them."""
-    seeds = [process_state.seed_of("torch", 9, ["a"], rank) for rank in range(1, 20_000)]
-    assert len({(seed or 0) % 2**32 for seed in seeds}) == len(seeds)
+    saved, everyone = pack_rng(), states("a")
+    seeds = set()
+    for rank in range(1, 2000):
+        take_up(saved, 9, rank, everyone)
+        seeds.add(torch.initial_seed() % 2**32)
+    assert len(seeds) == 1999

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.storage import LocalStore, Need, check_directory, durable
+from tierckpt.storage import REFUSALS, LocalStore, Need, check_directory, make
 from tierckpt.storage.persistent import PosixBackend
 
 Calls = list[tuple[str, str]]
@@ -48,14 +48,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_each_folder_is_durable_before_the_next_is_made(root: Path, calls: Calls) -> None:
-    durable.make(root / "a" / "b")
+    make(root / "a" / "b")
     assert calls == MADE
 
 
 def test_an_existing_folder_is_synced_for_a_creator_that_did_not_finish(
     root: Path, calls: Calls
 ) -> None:
-    durable.make(root)
+    make(root)
     assert calls == [("synced", root.parent.name)]
 
 
@@ -87,7 +87,7 @@ def test_so_does_the_check_of_a_nodes_health_that_comes_before(root: Path, calls
     assert calls == MADE
 
 
-@pytest.mark.parametrize("code", sorted(durable.REFUSALS), ids=errno.errorcode.__getitem__)
+@pytest.mark.parametrize("code", sorted(REFUSALS), ids=errno.errorcode.__getitem__)
 def test_a_file_system_that_syncs_no_folders_is_used_nevertheless(
     code: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_file_system_that_syncs_no_folders_is_used_nevertheless(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    durable.make(root / "a" / "b")
+    make(root / "a" / "b")
     assert (root / "a" / "b").is_dir()
 
 
@@ -105,5 +105,5 @@ def test_a_device_that_fails_is_no_refusal(root: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        durable.make(root / "a" / "b")
+        make(root / "a" / "b")
     assert not (root / "a" / "b").exists()

@@ -14,8 +14,7 @@ import pytest
 
 from tierckpt import _faults
 from tierckpt.cli import run_command
-from tierckpt.storage import PROBE_BYTES, Need, check_directory, check_memory, size_text
-from tierckpt.storage.health import examine
+from tierckpt.storage import PROBE_BYTES, Need, check_directory, check_memory, examine, size_text
 
 POINTS = ["room", "write", "read"]
 

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -24,7 +25,7 @@ from horovod_log import cause, progress, telling_lines
 from horovod_target import BYTES_PER_JOB, NotPossible, Target, job_count, mpi_name
 
 from tests.support import horovod_here
-from tierckpt.doctor import Horovod, probes, understand
+from tierckpt.doctor import Horovod, probe, understand
 
 TARGET = Target("cpython-311", "2.13.0+cpu", True, "openmpi-4.1.4", "x86_64")
 WORKS = Horovod(version="0.28.1", transports=("gloo", "mpi"))
@@ -245,7 +246,7 @@ def test_a_horovod_built_for_another_torch_is_refused(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").touch()
     (tmp_path / "horovod" / "metadata.json").write_text('{"pytorch": "1.0.1"}')
-    missing = probes.probe(tmp_path).missing
+    missing = probe(tmp_path).missing
     assert missing.startswith("it was built for torch 1.0.1, and here is torch ")
 
 
@@ -259,7 +260,7 @@ def test_tests_are_skipped_or_fail_as_asked(name: str, monkeypatch: pytest.Monke
     with pytest.raises(pytest.fail.Exception, match="it is not installed"):
         ask()
     monkeypatch.setattr(horovod_here, "_found", lambda: WORKS)
-    monkeypatch.setattr(probes.shutil, "which", lambda _: "/usr/bin/mpirun")
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/mpirun")
     assert ask() == ""
 
 
@@ -420,7 +421,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
                 raise subprocess.TimeoutExpired(command, 1.0)
             return subprocess.CompletedProcess(command, status, "", "")
 
-        monkeypatch.setattr(probes.subprocess, "run", run)
+        monkeypatch.setattr(subprocess, "run", run)
 
     return stand_in
 
@@ -534,7 +535,7 @@ def test_a_wheel_that_could_not_be_tried_is_kept_for_the_next_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     builds(None)
-    monkeypatch.setattr(make_horovod, "probe", probes.probe)
+    monkeypatch.setattr(make_horovod, "probe", probe)
     ended(status)
     with pytest.raises(NotPossible, match="could not be tried"):
         make_horovod.new_wheel(folder, TARGET, again=False)
