@@ -284,12 +284,9 @@ class Library:
             path.parent.mkdir(exist_ok=True)
             lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", "2 1 0:9 / /proc rw - proc proc rw"]
             for number, node in enumerate(self.world.nodes):
-                lines.append(
-                    f"{10 + number} 1 0:{50 + number} / {self.world.seen(node.shm)} rw - tmpfs tmpfs rw"
-                )
-                lines.append(
-                    f"{20 + number} 1 8:{20 + number} / {self.world.seen(node.disk)} rw - ext4 /dev/sdb rw"
-                )
+                shm, disk = self.world.seen(node.shm), self.world.seen(node.disk)
+                lines.append(f"{10 + number} 1 0:{50 + number} / {shm} rw - tmpfs tmpfs rw")
+                lines.append(f"{20 + number} 1 8:{20 + number} / {disk} rw - ext4 /dev/sdb rw")
             path.write_text("\n".join(lines) + "\n")
         return str(path)
 
