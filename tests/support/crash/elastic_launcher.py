@@ -4,7 +4,7 @@
     job.until_over() assert job.course() == undisturbed
 
 A host is another spelling of this machine's loopback address: Horovod takes different spellings for
-different hosts. It never reuses a host on which a process died, unless an option allows it.
+different hosts. It never reuses a host on which a process died.
 """
 
 from __future__ import annotations
@@ -60,18 +60,16 @@ class ElasticJob:
         workers: int = 2,
         spares: int = 0,
         rules: Sequence[str] = (),
-        launcher: Sequence[str] = (),
         **options: Any,
     ) -> ElasticJob:
-        """Start, each worker on a host of its own; `launcher` are options of horovodrun, `options`
-        the script's."""
+        """Start, each worker on a host of its own; `options` are the script's."""
         self.hosts = [next(self._names) for _ in range(workers + spares)]
         self._tell_hosts()
         command = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
         command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--network-interfaces", "lo"]
         command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
-        command += [*launcher, PYTHON, "-m", "tests.support.crash.elastic_job"]
+        command += [PYTHON, "-m", "tests.support.crash.elastic_job"]
         with (self.folder / "log").open("ab") as log:
             self._launcher = subprocess.Popen(
                 command,
