@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tierckpt.restore import ShardImage, rebuild
 from tierckpt.storage import LocalStore
 
 EARLIER, STEPS = 3, 7
-PATIENCE_SECONDS = 60.0
 
 
 def settings(scheme: str, node: int | None = None) -> dict[str, Any]:
@@ -57,11 +55,7 @@ def leave_behind(place: Place, scheme: str) -> dict[str, Any]:
 def protected_at(version: int, attached: Attached) -> None:
     """Save, and wait for the agents; every rank is the first of its node."""
     attached.ckpt.save(now=True)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while version not in attached.versions("committed", "peer"):
-        assert time.monotonic() < deadline, [e.text() for e in attached.events]
-        time.sleep(0.01)
-        attached.ckpt._levels.collect()
+    attached.await_event("peer", version, "committed")
 
 
 def come_back(place: Place, scheme: str) -> dict[str, Any]:
