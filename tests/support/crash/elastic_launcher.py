@@ -16,12 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.crash.launcher import ROOT, Process, quiet_environment
+from tests.support.waiting import is_seen
 from tests.support.warm_python.servers import PYTHON
 from tierckpt import _faults
 
@@ -219,13 +219,8 @@ class ElasticJob:
         assert list(self.shm_dir.rglob("*")) == []
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        pause_seconds = 0.005
-        while not true():
-            if time.monotonic() > deadline:
-                self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
-            pause_seconds = min(1.5 * pause_seconds, 0.1)
+        if not is_seen(true, PATIENCE_SECONDS):
+            self.give_up(f"waited in vain for {what}")
 
     def give_up(self, why: str) -> NoReturn:
         raise AssertionError(f"{why}\n{self.output()}")
