@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -300,35 +299,6 @@ def test_a_damaged_shard_is_rebuilt(ranks: Any, tmp_path: Path, shm_dir: Path) -
         assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
         assert "checksum" in told["rejected"][0]
         assert told["digest"] == before[number]["course"][STEPS]
-
-
-def replaced(place: Place, scheme: str) -> dict[str, Any]:
-    """One agent is killed between two versions that are protected."""
-    job = make_job()
-    attached = attach(job, place, **settings(scheme))
-    ckpt = attached.ckpt
-    train(job, ckpt, range(EARLIER))
-    protected_at(EARLIER, attached)
-    pid = ckpt._agent.pid
-    assert pid is not None
-    if rank() == 1:
-        os.kill(pid, signal.SIGKILL)
-    train(job, ckpt, range(EARLIER, STEPS))
-    protected_at(STEPS, attached)
-    ckpt.abandon()
-    return {"starts": ckpt._agent.starts, "replicated": exact.digest(job.replicated())}
-
-
-def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = place_of(tmp_path, shm_dir)
-    before = ranks(3).run(replaced, place, "xor")
-    assert [told["starts"] for told in before] == [1, 2, 1]
-    lose(place, tmp_path, 0)
-    for told in ranks(3).run(come_back, place, "xor"):
-        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
-        assert told["replicated"] == before[0]["replicated"]
 
 
 def continue_without_peers(place: Place, steps: range) -> list[int]:
