@@ -1,9 +1,6 @@
-"""A script that uses Accelerate, for `tierckpt prove`. Its argument: `exact`, or `restores`, which
-calls `restore()` where `resume()` is needed."""
+"""An exact script that uses Accelerate, for `tierckpt prove`."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +10,7 @@ from tierckpt.accelerate import attach
 STEPS_AN_EPOCH = 6
 
 
-def main(kind: str) -> None:
+def main() -> None:
     torch.manual_seed(7)
     accelerator = Accelerator(cpu=True)
     inputs = torch.randn(2 * 4 * STEPS_AN_EPOCH, 5)
@@ -25,13 +22,8 @@ def main(kind: str) -> None:
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     model, optimizer, loader, scheduler = prepared
     with attach(accelerator, path="ckpts") as ckpt:
-        first = 0
-        if kind == "exact":
-            loader = ckpt.resume(loader)
-            first = loader.epoch
-        else:
-            ckpt.restore()
-        for _ in range(first, 20):
+        loader = ckpt.resume(loader)
+        for _ in range(loader.epoch, 20):
             for batch, target in loader:
                 accelerator.backward(torch.nn.functional.mse_loss(model(batch), target))
                 optimizer.step()
@@ -42,4 +34,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

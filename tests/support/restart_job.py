@@ -10,11 +10,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.waiting import is_seen
 from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.testing import free_ports
 
@@ -176,13 +176,8 @@ class RestartJob:
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
         """Poll until the condition holds."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        pause_seconds = 0.005
-        while not true():
-            if time.monotonic() > deadline:
-                self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
-            pause_seconds = min(1.5 * pause_seconds, 0.1)
+        if not is_seen(true, PATIENCE_SECONDS):
+            self.give_up(f"waited in vain for {what}")
 
     def give_up(self, why: str) -> NoReturn:
         """Fail with the output of all processes."""

@@ -31,6 +31,7 @@ from tierckpt.state import unwrap
 
 WIDTH = 24
 ROWS = 6
+PATIENCE_SECONDS = 60.0
 
 
 class Net(nn.Module):
@@ -318,6 +319,14 @@ class Attached:
     def said(self, text: str) -> list[tierckpt.Event]:
         return [e for e in self.events if text in e.text()]
 
+    def await_event(self, level: str, version: int, *names: str) -> None:
+        """Wait until agents have reported one of these events, between two boundaries."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not any(version in self.versions(name, level) for name in names):
+            assert time.monotonic() < deadline, [e.text() for e in self.events]
+            time.sleep(0.01)
+            self.ckpt._levels.collect()
+
 
 def attach(job: Job, place: Place, **settings: Any) -> Attached:
     """By default a version to memory at every step, and nothing to disk."""
@@ -374,6 +383,41 @@ def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict
         boundary()
         course[iteration] = (gradients, job.digest())
     return course
+
+
+def through_a_crash(
+    make: Callable[[int], Job],
+    place: Place,
+    crash: int,
+    end: int,
+    attaches: Callable[..., Attached] = attach,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The course of an undisturbed job, and that of one that crashes in the iteration after `crash`
+    boundaries, and is continued by new objects. `make(seed)` makes the objects of a job."""
+    plain = course_of(make(1), range(end), no_boundary)
+    job = make(1)
+    first = attaches(job, place, **settings)
+    course = course_of(job, range(crash), first.ckpt.step)
+    job.iterate(crash)
+    first.ckpt.abandon()
+    job = make(2)
+    second = attaches(job, place, **settings)
+    restored = second.ckpt.restore()
+    found = job.digest()
+    course |= course_of(job, range(restored, end), second.ckpt.step)
+    second.ckpt.close()
+    events = first.events + second.events
+    return {
+        "plain": plain,
+        "course": course,
+        "restored": (int(restored), restored.levels),
+        "found": found,
+        "sealed": first.versions("sealed", "memory"),
+        "failed": first.versions("failed", "memory"),
+        "said": [e.text() for e in events],
+        "complaints": [e.text() for e in events if e.severity > 20],
+    }
 
 
 def restored_into(job: Job, attached: Attached) -> dict[str, Any]:

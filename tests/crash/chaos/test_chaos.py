@@ -18,26 +18,20 @@ from tests.chaos.course import REFUSAL, UNSEEN, Course, FindingError
 from tests.chaos.driver import Run
 from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_round
 from tests.chaos.truth import Truth
-from tests.support.horovod_here import horovod_missing
-from tests.support.thorough import on_demand, points
+from tests.support.thorough import points
 from tierckpt.restore import search
 
-SEEDS = {
-    "ddp": tuple(map(int, points(("11", "2193", "97924"), "11", "2193"))),
-    "horovod": (32, 2193),
-}
+SEEDS = tuple(map(int, points(("11", "2193", "97924"), "11", "2193")))
 BASIC = {"trainer", "agent", "node", "flip", "truncate", "fill"}
-"""The kinds of faults that a run of either library has to meet, however short it is."""
+"""The kinds of faults that a run has to meet, however short it is."""
 OWED: dict[int, tuple[int, set[str]]] = {
     11: (1, {"disks"}),
-    32: (2, {"disks"}),
     2193: (0, set()),
     97924: (3, {"memory", "disks", "persistent"}),
 }
 """By seed: the least number of runs that owed a version, and the places that decided it. More
-depends on the progress of agents: the first two seeds damage memory after every run, and 2193,
-which has every basic kind of fault, loses so much that slow agents may leave no version."""
-NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+depends on the progress of agents: seed 11 damages memory after every run, and 2193, which has every
+basic kind of fault, loses so much that slow agents may leave no version."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,28 +42,18 @@ def fork_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "ddp",
-        pytest.param(
-            "horovod",
-            marks=[NO_HOROVOD, on_demand("2 min; test_horovod_elastic has Horovod's failures")],
-        ),
-    ],
-)
-def test_a_job_broken_again_and_again(launcher: str, tmp_path: Path, shm_dir: Path) -> None:
-    run = Run(launcher, tmp_path, shm_dir)
-    for seed in SEEDS[launcher]:
+def test_a_job_broken_again_and_again(tmp_path: Path, shm_dir: Path) -> None:
+    run = Run("ddp", tmp_path, shm_dir)
+    for seed in SEEDS:
         findings = run.round(seed)
-        again = f"python -m tests.chaos --launcher {launcher} --seed {seed} --rounds 1"
+        again = f"python -m tests.chaos --seed {seed} --rounds 1"
         assert findings == [], f"play it again: {again}"
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert sum("fault" in line for line in lines) >= LIVES * len(SEEDS[launcher])
+    assert sum("fault" in line for line in lines) >= LIVES * len(SEEDS)
     assert any(line["version"] > 0 for line in lines if "promised" in line), "nothing came back"
-    for seed in SEEDS[launcher]:
+    for seed in SEEDS:
         something_was_owed(seed, [line for line in lines if line["seed"] == seed])
-    if launcher == "ddp" and points(["that it is noticed"]):  # two rounds more
+    if points(["that it is noticed"]):  # two rounds more
         it_is_noticed_when_bits_differ(run)
         it_is_noticed_when_a_version_is_older_than_promised(run)
 
@@ -151,10 +135,9 @@ def test_the_schedule_is_a_function_of_the_seed() -> None:
     assert len({make_round(seed) for seed in range(50)}) == 50
 
 
-@pytest.mark.parametrize("launcher", SEEDS)
-def test_a_short_run_has_every_basic_kind_of_fault_in_one_job(launcher: str) -> None:
+def test_a_short_run_has_every_basic_kind_of_fault_in_one_job() -> None:
     kinds = []
-    for each in map(make_round, SEEDS[launcher]):
+    for each in map(make_round, SEEDS):
         lives = [life for life in each.lives if life.ranks == RANKS]
         faults = [
             f for life in lives for f in (*life.during, *filter(None, [life.end]), *life.after)

@@ -51,14 +51,6 @@ def test_both_killed_at_the_same_point(job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-def test_both_killed_at_once(job: Job) -> None:
-    life = job.start(gates={"stand": 13}).waiting("stand")
-    life.kill()
-    assert life.promised() == 12
-    assert 12 <= job.live().start <= 13
-    job.ended_as_undisturbed()
-
-
 def test_killed_in_the_last_moment(job: Job) -> None:
     """The final version is durable on all ranks; one removed its slots, the other is killed."""
     rule = "stop@call:what=remove_slots"

@@ -179,27 +179,6 @@ def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
     job.left_nothing()
 
 
-@on_demand("20 s; kills, and hosts that come, have tests of their own here")
-def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
-    """If Horovod is set to do so: the other worker continues alone, then with a new one on that
-    host; twice."""
-    job = make_job()
-    rules = [rule("backward", 3, 1), rule("backward", 9, 1)]
-    again = ["--blacklist-cooldown-range", "1", "3"]
-    job.start(min_np=1, steps=12, rules=rules, launcher=again, joins=[6, 11])
-    job.until_over()
-    assert job.fired() == 2
-    lives = job.journal(began=True, rank=0)
-    assert [x["size"] for x in lives] == [2, 1, 2, 1, 2]
-    levels = [x["levels"] for x in lives]
-    assert levels == [{}, {"memory": 2}, None, {"memory": 2}, None]
-    for life in (lives[2], lives[4]):
-        (newcomer,) = job.journal(began=True, rank=1, step=life["step"])
-        assert shared_by_ranks(newcomer) == shared_by_ranks(life)
-    assert len(job.journal(done=True, step=12, size=2)) == 2
-    job.left_nothing()
-
-
 def test_hosts_come_and_go(make_job: MakeJob) -> None:
     """A script without calls for checkpoints: a worker dies and is not replaced, a host joins, and
     leaves.
@@ -250,29 +229,24 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     job.left_nothing()
 
 
-@pytest.mark.parametrize(
-    "lost", [pytest.param([1], marks=on_demand("two of three say as much")), [1, 2]]
-)
-def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
-    """All at once. The others continue, with new numbers, from the memory of three, if one of them
-    was in the middle of a batch; a worker that joins then has no state."""
+def test_of_three_workers_two_are_lost(make_job: MakeJob) -> None:
+    """At once. The other one continues, with a new number, from the memory of three, if it was in
+    the middle of a batch; a worker that joins then has no state."""
     job = make_job()
-    # Each stops there, and is killed when all have reached it: the first death ends the others'
+    # Each stops there, and is killed when both have reached it: the first death ends the others'
     # iteration.
-    # iteration.
-    rules = [rule("backward", 3, rank, "stop") for rank in lost]
+    rules = [rule("backward", 3, rank, "stop") for rank in (1, 2)]
     job.start(min_np=1, workers=3, steps=9, rules=rules, joins=[6])
-    job.wait_for(lambda: len(job.marked()) == len(lost), "all that are to be lost")
+    job.wait_for(lambda: len(job.marked()) == 2, "both that are to be lost")
     for pid in job.marked():
         os.kill(pid, signal.SIGKILL)
     wait_for_hosts(job, 6)
     job.add_host()
     job.until_over()
     lives = job.journal(began=True, rank=0)
-    left = 3 - len(lost)
     # If Horovod notices two deaths one after the other, there is a run between them.
     sizes = [x["size"] for x in lives]
-    assert sizes in ([3, left, left + 1], [3, 2, left, left + 1])
+    assert sizes in ([3, 1, 2], [3, 2, 1, 2])
     assert lives[1]["levels"] in ({"memory": 3}, None)
     assert lives[-1]["levels"] is None
     assert all(x["step"] in (2, 3) for x in lives[1:-1])
@@ -283,7 +257,7 @@ def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> N
         together = job.journal(began=True, size=life["size"], step=life["step"])
         assert sorted(x["rank"] for x in together) == list(range(life["size"]))
         assert all(shared_by_ranks(x) == shared_by_ranks(committed) for x in together)
-    assert {x["rank"] for x in job.journal(done=True, step=9)} == set(range(left + 1))
+    assert {x["rank"] for x in job.journal(done=True, step=9)} == {0, 1}
     job.left_nothing()
 
 
@@ -335,24 +309,20 @@ def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
     assert job.events("rejected") == []
 
 
-@on_demand("a minute; tests/dist/horovod/test_elastic_state.py has it over two ranks that stay")
-@pytest.mark.parametrize("on_drift", ["warn", "stop"])
-def test_ranks_that_differ_when_a_host_goes(on_drift: str, make_job: MakeJob) -> None:
+@on_demand("half a minute; of two ranks that differ, without a majority, the gate has a test")
+def test_ranks_that_differ_when_a_host_goes(make_job: MakeJob) -> None:
     """A bit flips on rank 1 of three, and another rank's host is taken away. All continue from the
-    state of the majority; or the job ends, though it could start again on the remaining hosts."""
-    job = make_job(on_drift=on_drift)
+    state of the majority."""
+    job = make_job(on_drift="warn")
     job.start(min_np=1, workers=3, spares=1, steps=12, drifts=[[5, 1]], joins=[6])
     wait_for_hosts(job, 6)
     (at_host,) = job.journal(began=True, rank=2)
     environment = Path(f"/proc/{at_host['pid']}/environ").read_text().split("\0")
     job.remove_host(next(x for x in environment if x.startswith("HOROVOD_HOSTNAME=")).split("=")[1])
-    job.until_over(well=on_drift == "warn")
+    job.until_over()
     found = job.events("drifted")
     assert {x["rank"] for x in found} == {0, 1, 2}
     assert all("model/1.weight: rank 1 differs from the other 2" in x["message"] for x in found)
-    if on_drift == "stop":
-        assert len(job.journal(began=True)) == 3
-        return
     after = job.journal(began=True)[3:]
     assert {tuple(shared_by_ranks(x).items()) for x in after} == {
         tuple(shared_by_ranks(after[0]).items())

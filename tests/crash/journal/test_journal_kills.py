@@ -6,7 +6,6 @@ leads from there to the step of the kill, except for a few records that were not
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -106,35 +105,6 @@ def test_a_damaged_record_ends_the_journal_there(journaled: Job) -> None:
     assert resumed.start == 5
     assert f"a part of the journal is not used: {path}" in notices(journaled, resumed)
     assert "rank 0 has the journal only up to v5" in notices(journaled, resumed)
-    journaled.ended_as_undisturbed()
-
-
-def test_without_one_ranks_file_the_job_continues_from_the_version(journaled: Job) -> None:
-    journaled.live(KILLED)
-    for path in files_of(journaled, 1):
-        path.unlink()
-    resumed = journaled.live()
-    assert resumed.start == 1
-    assert "rank 1 has the journal only up to v1" in notices(journaled, resumed)
-    journaled.ended_as_undisturbed()
-
-
-def test_steps_that_are_not_the_same_are_not_used(journaled: Job) -> None:
-    """As with another version of torch, or another processor: the digests differ."""
-    journaled.live(KILLED)
-    (path,) = files_of(journaled, 1)
-    low, head = heads_of(path)[5]
-    assert head.kind == BOUNDARY
-    data = path.read_bytes()
-    other = dataclasses.replace(head, digest=head.digest ^ 1).encode()
-    path.write_bytes(data[:low] + other + data[low + HEAD_BYTES :])
-    resumed = journaled.live()
-    assert resumed.start == 3
-    text = notices(journaled, resumed)
-    assert (
-        "could not be made again exactly: rank 1: v4: parameters or optimizer state differ" in text
-    )
-    assert "The job continues from v3, which is exact" in text
     journaled.ended_as_undisturbed()
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
-from tests.support.frameworks.jobs import Run, attempts
-from tests.support.frameworks.scenario import VARIABLE
-from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tests.support.frameworks.killed_job import resumes_under_a_launcher
+from tests.support.warm_python.servers import PYTHON
 from tierckpt.testing import free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,28 +36,12 @@ def _warm(warm_python: None) -> None:
 def test_ranks_restarted_by_the_launcher_resume_exactly(
     launcher: str, make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    plain, job = undisturbed(), make_job()
-    scenario = replace(job.scenario, kill="backward:1:10")
-    environment = {
-        **quiet_environment(),
-        **THROUGHOUT,
-        VARIABLE: scenario.to_json(),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
     command = [*COMMANDS[launcher], str(SCRIPT)]
     if launcher.startswith("accelerate launch"):
-        command[3:3] = [
-            "--main_process_ip",
-            "127.0.0.1",
-            "--main_process_port",
-            str(free_ports(1)[0]),
-        ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert job.fired("backward:1:10")
-    first, second = attempts(Run(scenario), plain)
-    assert first == 0
-    assert second > 0
+        command[3:3] = ["--main_process_ip", "127.0.0.1"]
+        command[3:3] = ["--main_process_port", str(free_ports(1)[0])]
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    resumes_under_a_launcher(command, make_job(), "backward:1:10", undisturbed(), home)
 
 
 def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:

@@ -11,14 +11,20 @@ import pytest
 
 from tests.dist.checkpointer.test_repair_after_damage import damage_data
 from tests.dist.peer.test_peer_level import (
-    PATIENCE_SECONDS,
     STEPS,
     leave_behind,
     lose,
     place_of,
     settings,
 )
-from tests.support.training import Place, attach, make_job, restored_into, train
+from tests.support.training import (
+    PATIENCE_SECONDS,
+    Place,
+    attach,
+    make_job,
+    restored_into,
+    train,
+)
 from tierckpt.storage import LocalPins
 
 

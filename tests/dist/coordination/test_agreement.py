@@ -208,27 +208,6 @@ def test_save_now_waits_for_the_hand_over_too(ranks: Any, tmp_path: Path, shm_di
         assert "v0000000002" in durable
 
 
-# --- settings ------------------------------------------------------------------------------------
-
-
-def with_other_settings(odd_one: int, place: Place) -> str:
-    job = make_job()
-    keep = 3 if rank() == odd_one else 2
-    with pytest.raises(tierckpt.ConfigError) as caught:
-        attach(job, place, local_keep_last=keep)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("odd_one", [1, 2])
-def test_different_settings_are_refused_on_all_ranks(
-    odd_one: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for text in ranks(3).run(with_other_settings, odd_one, place):
-        assert f"rank {odd_one} and rank 0 have different settings" in text
-        assert "keep_last=3" in text
-
-
 # --- failures of one rank ------------------------------------------------------------------------
 
 

@@ -115,12 +115,6 @@ def test_a_forked_child_of_a_killed_leader_keeps_no_connection() -> None:
             )
 
 
-def test_all_turns_without_a_fault() -> None:
-    ended = run_star(len(HOSTS), voting, -1, False)
-    expected: list[Any] = [least(turn) for turn in range(TURNS)]
-    assert [each.value for each in ended] == [(expected, "")] * len(HOSTS)
-
-
 def continuing_without_a_tree(place: Place) -> dict[str, Any]:
     """Train over real gloo; the connection of the two nodes' leaders ends in the middle."""
     with pytest.MonkeyPatch.context() as patch:

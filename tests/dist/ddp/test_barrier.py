@@ -14,6 +14,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.late_copies import before_blocks
 from tests.support.training import (
+    Job,
     Net,
     Place,
     attach,
@@ -86,9 +87,8 @@ def test_an_evidently_torn_copy_is_never_sealed(ranks: Any, tmp_path: Path, shm_
 
 
 @only_layers_release()
-def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
+def blocks_released(job: Job, place: Place) -> tuple[int, int, int]:
     """The number of blocks that may be copied after the boundary, after backward, and in all."""
-    job = make_job(**many_buckets)
     attached = attach(job, place, release="backward")
     train(job, attached.ckpt, range(3))
     snapshot = attached.ckpt._active.snapshot
@@ -101,6 +101,10 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     job.optimizer.step()
     attached.ckpt.abandon()
     return at_boundary, after_backward, striped
+
+
+def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
+    return blocks_released(make_job(**many_buckets), place)
 
 
 def test_layers_are_copied_while_their_gradients_are_reduced(

@@ -1,4 +1,4 @@
-"""The user's hooks beside ours: hooks on parameters, and DDP's built-in ones."""
+"""The user's hooks on parameters, beside ours."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
-import tierckpt
 from tests.support.training import Job, Place, attach, course_of, make_job, no_boundary
 
 CRASH = 4
@@ -71,52 +69,3 @@ def test_hooks_on_parameters_receive_only_the_gradients_of_training(
         assert told["restored"] == CRASH
         assert told["heard"] == {}
         assert told["course"] == told["plain"]
-
-
-KINDS = ("ALLREDUCE", "FP16_COMPRESS")
-
-
-def trained_with_built_in(kind: str, place: Place) -> dict[str, Any]:
-    told = {}
-    for way in ("plain", "before", "after"):
-        job = make_job(**many_buckets)
-        built_in = getattr(dist.BuiltinCommHookType, kind)
-        if way != "after":
-            job.model._register_builtin_comm_hook(built_in)
-        if way == "plain":
-            told[way] = course_of(job, range(END), no_boundary)
-            continue
-        attached = attach(job, Place(f"{place.path} {way}", place.shm))
-        if way == "after":
-            job.model._register_builtin_comm_hook(built_in)
-        told[way] = course_of(job, range(END), attached.ckpt.step)
-        told[f"notices {way}"] = [e.message for e in attached.events if e.name == "notice"]
-        told[f"sealed {way}"] = attached.ckpt._log.counts["sealed"]
-        attached.ckpt.abandon()
-    return told
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_built_in_hook_computes_the_same_with_and_without_checkpoints(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for told in ranks(3).run(trained_with_built_in, kind, Place.under(tmp_path, shm_dir)):
-        for way in ("before", "after"):
-            assert told[way] == told["plain"], way
-            assert told[f"sealed {way}"] >= END - 1
-        (notice,) = told["notices before"]
-        assert "has a communication hook already" in notice
-        assert told["notices after"] == []
-
-
-def hook_beside_a_built_in(place: Place) -> str:
-    job = make_job()
-    job.model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    with pytest.raises(tierckpt.ConfigError) as caught:
-        attach(job, place, comm_hook=(None, lambda state, bucket: None))
-    return str(caught.value)
-
-
-def test_a_hook_beside_a_built_in_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    for text in ranks(2).run(hook_beside_a_built_in, Place.under(tmp_path, shm_dir)):
-        assert "has a communication hook already" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 from pathlib import Path
@@ -14,11 +13,9 @@ from torch import nn
 
 import ddp_ckpt
 import tierckpt
-from tests.support import exact
 from tests.support.rank_pool import ROOT
-from tests.support.training import Net, Place, attach, make_job, sgd
+from tests.support.training import Net, Place, make_job, sgd
 from tests.support.warm_python.servers import PYTHON
-from tierckpt.hooks import STEPS_UNTIL_CALL
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
@@ -154,35 +151,6 @@ def forwards_that_are_no_boundary(place: Place) -> list[int]:
 def test_only_a_training_forward_is_a_boundary(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for versions in ranks(2).run(forwards_that_are_no_boundary, Place.under(tmp_path, shm_dir)):
         assert versions == [0, 1, 2, 3, 4]
-
-
-def explicit_boundary(place: Place) -> tuple[Any, ...]:
-    job = make_job()
-    attached = attach(job, place)
-    for iteration in range(STEPS_UNTIL_CALL):
-        job.iterate(iteration)
-    before = attached.ckpt.version
-    loud = [e.severity for e in attached.events if "step() of the checkpointer was" in e.message]
-    attached.ckpt.step()
-    digest = exact.digest(job.replicated())
-    job.iterate(STEPS_UNTIL_CALL)
-    attached.ckpt.abandon()
-    job = make_job(seed=2)
-    attached = attach(job, place)
-    restored = attached.ckpt.restore()
-    attached.ckpt.abandon()
-    found = exact.digest(job.replicated()) == digest
-    return before, attached.ckpt.version, int(restored), restored.version, found, loud
-
-
-def test_an_explicit_boundary_is_step_alone(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """16 steps of the optimizer, one call of step(): version 16, iteration 1. One rank reports that
-    the call was late."""
-    told = ranks(2).run(explicit_boundary, Place.under(tmp_path, shm_dir))
-    for rank, (*numbers, found, loud) in enumerate(told):
-        assert numbers == [0, STEPS_UNTIL_CALL, 1, STEPS_UNTIL_CALL]
-        assert found
-        assert loud == [logging.DEBUG if rank else logging.ERROR]
 
 
 class Pair(nn.Module):

@@ -23,7 +23,7 @@ from tests.dist.horovod import test_training as training
 from tests.dist.horovod import test_ways_in as ways_in
 from tests.support import exact
 from tests.support.rank_pool import GLOO, MPIRUN, RankPool
-from tests.support.training import Attached, Job, Net, Place, attach, crash_after, rank, train
+from tests.support.training import Attached, Job, Net, Place, attach, rank, through_a_crash
 
 
 @pytest.fixture
@@ -134,27 +134,17 @@ def over_mpi_alone(place: Place) -> dict[str, Any]:
         torch.manual_seed(1000 * seed + rank())
         return MPIJob(model, [torch.optim.Adam(model.parameters())], adapter="tierckpt")
 
-    def attached(job: Job) -> Attached:
+    def attached(job: Job, place: Place) -> Attached:
         group = importlib.import_module("tierckpt.mpi").MPIGroup()
         return attach(job, place, group=group, node=f"node{rank()}")
 
-    job, plain = new(1), {}
-    for iteration in range(7):
-        job.iterate(iteration)
-        plain[iteration + 1] = job.digest()
-    job = new(1)
-    course = crash_after(job, attached(job), 4)
-    job = new(2)
-    ckpt = attached(job).ckpt
-    restored = ckpt.restore()
-    course.update(train(job, ckpt, range(restored, 7)))
-    ckpt.close()
-    return {"restored": (int(restored), restored.levels), "same": course == plain}
+    return through_a_crash(new, place, 4, 7, attached)
 
 
 def test_ranks_that_speak_mpi_only(pool: RankPool, place: Place) -> None:
-    told = pool.run(over_mpi_alone, place)
-    assert told == [{"restored": (4, {"memory": 3}), "same": True}] * 3
+    for told in pool.run(over_mpi_alone, place):
+        assert told["restored"] == (4, {"memory": 3})
+        assert told["course"] == told["plain"]
 
 
 @pytest.mark.parametrize("name", ["default", "two backward passes"])

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.training import (
     horovod,
     make_horovod_job,
     rank,
+    through_a_crash,
 )
 
 
@@ -124,24 +126,7 @@ def make_uneven(lazy_rank: int, seed: int) -> Uneven:
 
 
 def cut_between_uneven_passes(place: Place, lazy_rank: int) -> dict[str, Any]:
-    """Five of eight iterations, a crash, and the rest by a new run."""
-    alone = make_uneven(lazy_rank, seed=1)
-    for iteration in range(8):
-        alone.iterate(iteration)
-    job = make_uneven(lazy_rank, seed=1)
-    attached = attach(job, place)
-    for iteration in range(5):
-        job.iterate(iteration)
-        attached.ckpt.step()
-    attached.ckpt.abandon()
-    again = make_uneven(lazy_rank, seed=2)
-    ckpt = attach(again, place).ckpt
-    restored = ckpt.restore()
-    for iteration in range(restored, 8):
-        again.iterate(iteration)
-        ckpt.step()
-    ckpt.abandon()
-    return {"at": int(restored), "same": again.digest() == alone.digest()}
+    return through_a_crash(partial(make_uneven, lazy_rank), place, 5, 8)
 
 
 @pytest.mark.parametrize("lazy_rank", [-1, 1])
@@ -150,8 +135,9 @@ def test_no_version_is_between_the_passes_of_any_optimizer(
 ) -> None:
     """Also if a rank without a batch does not know of the passes."""
     place = Place.under(tmp_path, shm_dir)
-    told = ranks(2, HOROVODRUN).run(cut_between_uneven_passes, place, lazy_rank)
-    assert told == [{"at": 4, "same": True}] * 2
+    for told in ranks(2, HOROVODRUN).run(cut_between_uneven_passes, place, lazy_rank):
+        assert told["restored"][0] == 4
+        assert told["course"] == told["plain"]
 
 
 def never_between_steps(place: Place, boundaries: int, end: Callable[..., None]) -> dict[str, Any]:
@@ -242,25 +228,7 @@ def make_adversaries(
 
 
 def cut_among_adversaries(place: Place) -> dict[str, Any]:
-    alone = make_adversaries(1)
-    for iteration in range(10):
-        alone.iterate(iteration)
-    job = make_adversaries(1)
-    attached = attach(job, place, when_busy="wait")
-    for iteration in range(8):
-        job.iterate(iteration)
-        attached.ckpt.step()
-    attached.ckpt.abandon()
-    again = make_adversaries(2)
-    ckpt = attach(again, place).ckpt
-    restored = ckpt.restore()
-    for iteration in range(restored, 10):
-        again.iterate(iteration)
-        ckpt.step()
-    ckpt.abandon()
-    taken = attached.versions("sealed", "memory")
-    failed = attached.versions("failed", "memory")
-    return {"taken": taken, "failed": failed, "same": again.digest() == alone.digest()}
+    return through_a_crash(make_adversaries, place, 8, 10, when_busy="wait")
 
 
 def test_gradients_that_are_never_used_are_in_nobodys_way(
@@ -269,7 +237,8 @@ def test_gradients_that_are_never_used_are_in_nobodys_way(
     """After the loop has shown that it drops them."""
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(2, HOROVODRUN).run(cut_among_adversaries, place):
-        assert told == {"taken": [4, 5, 6, 7, 8], "failed": [], "same": True}
+        assert (told["sealed"], told["failed"]) == ([4, 5, 6, 7, 8], [])
+        assert told["course"] == told["plain"]
 
 
 def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
@@ -314,30 +283,17 @@ class ThreeOfThem(Adversaries):
 
 
 def cut_among_three(place: Place) -> dict[str, Any]:
-    alone = make_adversaries(1, kind=ThreeOfThem)
-    for iteration in range(12):
-        alone.iterate(iteration)
-    job = make_adversaries(1, kind=ThreeOfThem)
-    attached = attach(job, place, when_busy="wait")
-    for iteration in range(11):
-        job.iterate(iteration)
-        attached.ckpt.step()
-    attached.ckpt.abandon()
-    again = make_adversaries(2, kind=ThreeOfThem)
-    ckpt = attach(again, place).ckpt
-    restored = ckpt.restore()
-    for iteration in range(restored, 12):
-        again.iterate(iteration)
-    ckpt.abandon()
-    return {"at": int(restored), "same": again.digest() == alone.digest()}
+    make = partial(make_adversaries, kind=ThreeOfThem)
+    return through_a_crash(make, place, 11, 12, when_busy="wait")
 
 
 def test_a_loop_that_drops_gradients_reports_none_of_others(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
-    told = ranks(2, HOROVODRUN).run(cut_among_three, place)
-    assert told == [{"at": 6, "same": True}] * 2
+    for told in ranks(2, HOROVODRUN).run(cut_among_three, place):
+        assert told["restored"][0] == 6
+        assert told["course"] == told["plain"]
 
 
 # --- ends, and ways back -------------------------------------------------------------------------

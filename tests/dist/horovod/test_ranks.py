@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.rank_pool import HOROVODRUN, MPIRUN, ROOT, RankPool
+from tests.support.waiting import is_seen
 
 PATIENCE_SECONDS = 120.0
 
@@ -60,7 +61,5 @@ def test_nobody_outlives_the_test_process(
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks or their launcher live on"
-        time.sleep(0.05)
+    gone_at_last = is_seen(lambda: all(gone(pid) for pid in pids), PATIENCE_SECONDS)
+    assert gone_at_last, "ranks or their launcher live on"

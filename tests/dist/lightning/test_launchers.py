@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
-from tests.support.frameworks.jobs import Run, attempts
+from tests.support.frameworks.jobs import Run
+from tests.support.frameworks.killed_job import resumes_under_a_launcher
 from tests.support.frameworks.scenario import VARIABLE, Scenario
 from tests.support.warm_python.servers import LIGHTNING, PYTHON, THROUGHOUT
 from tierckpt.testing import free_ports
@@ -49,16 +50,10 @@ def launch(
 def test_ranks_restarted_by_the_launcher_resume_exactly(
     shim: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    plain, job = undisturbed(), make_job()
-    scenario = replace(job.scenario, kill="backward:1:8")
     restarts = [] if shim else ["--max-restarts", "1", "--monitor-interval", "0.1"]
-    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = launch([*TORCHRUN, *restarts, *shim, str(SCRIPT)], scenario, home)
-    assert done.returncode == 0, done.stderr
-    assert job.fired("backward:1:8")
-    first, second = attempts(Run(scenario), plain)
-    assert first == 0
-    assert second > 0
+    command = [*TORCHRUN, *restarts, *shim, str(SCRIPT)]
+    environment = {**LIGHTNING, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    resumes_under_a_launcher(command, make_job(), "backward:1:8", undisturbed(), environment)
 
 
 def test_under_lightnings_launcher_the_script_resumes_exactly_when_it_is_started_again(

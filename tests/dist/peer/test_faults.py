@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.dist.peer.test_peer_level import (
-    PATIENCE_SECONDS,
     lose,
     place_of,
     protected_at,
@@ -52,15 +50,6 @@ def agent_hit_by(rule: str, marks: str) -> Iterator[None]:
         del os.environ[_faults.FAULTS_VARIABLE], os.environ[_faults.FIRED_VARIABLE]
 
 
-def told_of(version: int, attached: Attached) -> None:
-    """Wait until this rank has the version's result on the peer level."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not any(version in attached.versions(name, "peer") for name in ("committed", "failed")):
-        assert time.monotonic() < deadline, [e.text() for e in attached.events]
-        time.sleep(0.01)
-        attached.ckpt._levels.collect()
-
-
 def report(attached: Attached, course: dict[int, str]) -> dict[str, Any]:
     failed = [e for e in attached.events if (e.name, e.level) == ("failed", "peer")]
     return {
@@ -80,7 +69,7 @@ def killed_while_protecting(place: Place, rule: str, marks: str) -> dict[str, An
         protected_at(EARLIER, attached)
         course |= train(job, attached.ckpt, range(EARLIER, HIT))
         attached.ckpt.save(now=True)
-        told_of(HIT, attached)
+        attached.await_event("peer", HIT, "committed", "failed")
         attached.ckpt.abandon()
     return report(attached, course)
 
@@ -129,7 +118,7 @@ def with_a_disk_too_full_for_parity(place: Place, disk: str) -> dict[str, Any]:
         leave_only(filler, shard.stat().st_size * 3 // 2)
     course |= train(job, ckpt, range(EARLIER, HIT))
     ckpt.save(now=True)
-    told_of(HIT, attached)
+    attached.await_event("peer", HIT, "committed", "failed")
     filler.unlink(missing_ok=True)
     ckpt.abandon()
     return report(attached, course)

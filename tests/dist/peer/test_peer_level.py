@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from tierckpt.restore import ShardImage, rebuild
 from tierckpt.storage import LocalStore
 
 EARLIER, STEPS = 3, 7
-PATIENCE_SECONDS = 60.0
 
 
 def settings(scheme: str, node: int | None = None) -> dict[str, Any]:
@@ -57,11 +54,7 @@ def leave_behind(place: Place, scheme: str) -> dict[str, Any]:
 def protected_at(version: int, attached: Attached) -> None:
     """Save, and wait for the agents; every rank is the first of its node."""
     attached.ckpt.save(now=True)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while version not in attached.versions("committed", "peer"):
-        assert time.monotonic() < deadline, [e.text() for e in attached.events]
-        time.sleep(0.01)
-        attached.ckpt._levels.collect()
+    attached.await_event("peer", version, "committed")
 
 
 def come_back(place: Place, scheme: str) -> dict[str, Any]:
@@ -306,35 +299,6 @@ def test_a_damaged_shard_is_rebuilt(ranks: Any, tmp_path: Path, shm_dir: Path) -
         assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
         assert "checksum" in told["rejected"][0]
         assert told["digest"] == before[number]["course"][STEPS]
-
-
-def replaced(place: Place, scheme: str) -> dict[str, Any]:
-    """One agent is killed between two versions that are protected."""
-    job = make_job()
-    attached = attach(job, place, **settings(scheme))
-    ckpt = attached.ckpt
-    train(job, ckpt, range(EARLIER))
-    protected_at(EARLIER, attached)
-    pid = ckpt._agent.pid
-    assert pid is not None
-    if rank() == 1:
-        os.kill(pid, signal.SIGKILL)
-    train(job, ckpt, range(EARLIER, STEPS))
-    protected_at(STEPS, attached)
-    ckpt.abandon()
-    return {"starts": ckpt._agent.starts, "replicated": exact.digest(job.replicated())}
-
-
-def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = place_of(tmp_path, shm_dir)
-    before = ranks(3).run(replaced, place, "xor")
-    assert [told["starts"] for told in before] == [1, 2, 1]
-    lose(place, tmp_path, 0)
-    for told in ranks(3).run(come_back, place, "xor"):
-        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
-        assert told["replicated"] == before[0]["replicated"]
 
 
 def continue_without_peers(place: Place, steps: range) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import is_seen
 from tests.support.warm_python.servers import PYTHON
 
 PATIENCE_SECONDS = 120.0
@@ -96,10 +97,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Shim]]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert is_seen(true, PATIENCE_SECONDS)
 
 
 def gone(pid: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.training import Place, attach, make_job, rank
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 from tierckpt.errors import ConfigError
 from tierckpt.storage import (
     CLAIM_PREFIX,
@@ -59,6 +62,24 @@ def test_a_job_of_two_nodes_is_refused_where_another_one_is(
         tokens = {name.split(".")[2] for name in there}
         assert (len(there), len(tokens)) == (len(NODES), 1)
     assert marks(Path(place.path)) == []
+
+
+LAUNCH = """
+import os
+from tierckpt.storage.claims import launch_of, process_mark
+launch = launch_of(os.environ)
+print(launch.name, launch.starters == (process_mark("self"), process_mark(os.getppid())))
+"""
+
+
+def test_torchruns_name_and_agent_are_found(tmp_path: Path) -> None:
+    """The real one; what follows from them is proved in tests/store, with claims made up."""
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCH)
+    command = [PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+    command += ["--rdzv-id=same", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    told = subprocess.check_output([*command, str(script)], env={**os.environ, **THROUGHOUT})
+    assert told == b"torchrun same True\n"
 
 
 # --- what is in the way in memory ----------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import exact
-from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tests.support.training import Place, attach, make_job, rank, restored_into, train
 from tierckpt.agent.flusher import MAX_SUPERSEDED
 from tierckpt.storage.persistent import PersistentStore, TimeSlots
 
@@ -197,15 +197,6 @@ def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
             assert told["digest"] == before[number]["course"][STEPS]
 
 
-def until(name: str, version: int, attached: Attached) -> None:
-    """Wait for this event of the version's flush."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while version not in attached.versions(name, "persistent"):
-        assert time.monotonic() < deadline, [e.text() for e in attached.events]
-        time.sleep(0.01)
-        attached.ckpt._levels.collect()
-
-
 def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str, Any]:
     """Version after version becomes due; the second node may not send anything yet."""
     job, waiting, last = make_job(), rank() == 1, 5
@@ -220,12 +211,13 @@ def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str
             train(job, ckpt, range(version - 1, version))
             ckpt.save(now=True)
             if waiting and 2 <= version <= 1 + MAX_SUPERSEDED:
-                until("skipped", version - 1, attached)
+                attached.await_event("persistent", version - 1, "skipped")
             if not waiting and version <= 1 + MAX_SUPERSEDED:
-                until("committed", version, attached)
+                attached.await_event("persistent", version, "committed")
             dist.barrier()
         assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
-    until("committed", 3, attached)  # close orders the waiting version, whatever is under way
+    # Close orders the waiting version, whatever is under way.
+    attached.await_event("persistent", 3, "committed")
     ckpt.close()
     return {
         "flushed": attached.versions("committed", "persistent"),

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.fixtures import MakeJob, Undisturbed
-from tests.support.frameworks.jobs import Run, attempts
-from tests.support.frameworks.scenario import VARIABLE
-from tests.support.warm_python.servers import PYTHON, THROUGHOUT, TRANSFORMERS
+from tests.support.frameworks.killed_job import resumes_under_a_launcher
+from tests.support.warm_python.servers import PYTHON, TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "support" / "transformers" / "job.py"
@@ -25,26 +22,10 @@ TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-
 def test_ranks_restarted_by_the_launcher_resume_exactly(
     shim: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    plain, job = undisturbed(), make_job()
-    scenario = replace(job.scenario, kill="backward:1:8")
     restarts = [] if shim else ["--max-restarts", "1", "--monitor-interval", "0.1"]
-    done = subprocess.run(
-        [*TORCHRUN, *restarts, *shim, str(SCRIPT)],
-        env={
-            **quiet_environment(),
-            **THROUGHOUT,
-            **TRANSFORMERS,
-            VARIABLE: scenario.to_json(),
-            "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert job.fired("backward:1:8")
-    first, second = attempts(Run(scenario), plain)
-    assert first == 0
-    assert second > 0
+    command = [*TORCHRUN, *restarts, *shim, str(SCRIPT)]
+    environment = {**TRANSFORMERS, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    resumes_under_a_launcher(command, make_job(), "backward:1:8", undisturbed(), environment)
 
 
 def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:

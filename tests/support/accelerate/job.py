@@ -12,42 +12,22 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from tests.support.accelerate.scenario import Scenario
 from tests.support.frameworks.own_generators import ARGUMENTS, Collate, Noisy
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
+from tests.support.frameworks.samples import CLASSES, WIDTH, Numbered, Samples
 from tests.support.frameworks.scenario import VARIABLE
 from tierckpt.accelerate import attach
 
-WIDTH, CLASSES, SAMPLES, EPOCHS = 8, 3, 52, 3
-
-
-class Samples(Dataset[Any]):
-    """With noise of the global generator, as augmentation draws it."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        source = torch.Generator().manual_seed(index)
-        return torch.randn(WIDTH, generator=source) + 0.1 * torch.randn(WIDTH), index % CLASSES
-
-
-class Numbered(Dataset[Any]):
-    """Samples with their number as first feature."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((WIDTH,), float(index)), index % CLASSES
+SAMPLES, EPOCHS = 52, 3
 
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for index in torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3)):
-            yield Samples()[int(index)]
+            yield Samples(SAMPLES)[int(index)]
 
 
 def make_loader(scenario: Scenario) -> Any:
@@ -55,19 +35,19 @@ def make_loader(scenario: Scenario) -> Any:
     if scenario.loading.get("split_batches"):
         options["batch_size"] = 8
     if scenario.data == "numbered":
-        return DataLoader(Numbered(), batch_size=scenario.batch_size, shuffle=True)
+        return DataLoader(Numbered(SAMPLES), batch_size=scenario.batch_size, shuffle=True)
     if scenario.data == "stream":
         return DataLoader(Stream(), **options)
     if scenario.data == "weighted":
         weights = torch.arange(1.0, SAMPLES + 1)
         sampler = WeightedRandomSampler(weights, SAMPLES, generator=torch.Generator())
-        return DataLoader(Samples(), sampler=sampler, **options)
+        return DataLoader(Samples(SAMPLES), sampler=sampler, **options)
     if scenario.data == "own generators":
-        return DataLoader(Noisy(Samples()), shuffle=True, collate_fn=Collate(), **options)
+        return DataLoader(Noisy(Samples(SAMPLES)), shuffle=True, collate_fn=Collate(), **options)
     options["persistent_workers"] = scenario.data == "persistent"
     if scenario.data == "drop last":
         options["drop_last"] = True
-    return DataLoader(Samples(), shuffle=True, **options)
+    return DataLoader(Samples(SAMPLES), shuffle=True, **options)
 
 
 def net() -> nn.Sequential:

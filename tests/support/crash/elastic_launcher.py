@@ -4,7 +4,7 @@
     job.until_over() assert job.course() == undisturbed
 
 A host is another spelling of this machine's loopback address: Horovod takes different spellings for
-different hosts. It never reuses a host on which a process died, unless an option allows it.
+different hosts. It never reuses a host on which a process died.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.crash.launcher import ROOT, Process, quiet_environment
+from tests.support.waiting import is_seen
 from tests.support.warm_python.servers import PYTHON
 from tierckpt import _faults
 
@@ -60,18 +60,16 @@ class ElasticJob:
         workers: int = 2,
         spares: int = 0,
         rules: Sequence[str] = (),
-        launcher: Sequence[str] = (),
         **options: Any,
     ) -> ElasticJob:
-        """Start, each worker on a host of its own; `launcher` are options of horovodrun, `options`
-        the script's."""
+        """Start, each worker on a host of its own; `options` are the script's."""
         self.hosts = [next(self._names) for _ in range(workers + spares)]
         self._tell_hosts()
         command = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
         command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--network-interfaces", "lo"]
         command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
-        command += [*launcher, PYTHON, "-m", "tests.support.crash.elastic_job"]
+        command += [PYTHON, "-m", "tests.support.crash.elastic_job"]
         with (self.folder / "log").open("ab") as log:
             self._launcher = subprocess.Popen(
                 command,
@@ -221,13 +219,8 @@ class ElasticJob:
         assert list(self.shm_dir.rglob("*")) == []
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        pause_seconds = 0.005
-        while not true():
-            if time.monotonic() > deadline:
-                self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
-            pause_seconds = min(1.5 * pause_seconds, 0.1)
+        if not is_seen(true, PATIENCE_SECONDS):
+            self.give_up(f"waited in vain for {what}")
 
     def give_up(self, why: str) -> NoReturn:
         raise AssertionError(f"{why}\n{self.output()}")

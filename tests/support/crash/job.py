@@ -7,7 +7,7 @@ SIGKILL loses no line. Besides the package's own fault points it has two of its 
 - `script:step=12,phase=backward`, the training loop itself, see `scenario.PHASES`;
 - `call:what=...`, just before some function of the package is called, see `CALLS`.
 
-It runs as a fork of `zygote` or under torchrun; its scenario is JSON in the variable `CRASH_JOB`.
+It runs as a fork of `zygote`; its scenario is JSON in the variable `CRASH_JOB`.
 """
 
 from __future__ import annotations
@@ -69,15 +69,12 @@ class Journal:
         os.write(self._fd, (json.dumps({"life": self._life, **values}) + "\n").encode())
 
 
-def main(scenario: Scenario, rank: int, meeting: str | None) -> None:
+def main(scenario: Scenario, rank: int, meeting: str) -> None:
     """One run of one rank."""
     torch.set_num_threads(1)
     journal = Journal(scenario.folder, rank, scenario.life)
     prepare_faults(scenario, rank, journal)
-    if meeting is None:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     model, optimizer, scheduler = make_training(scenario, rank)
     stream = np.random.default_rng(rank)
     ckpt = None
@@ -267,8 +264,7 @@ def run(environment: Mapping[str, str]) -> None:
     status = 1
     try:
         scenario = Scenario(**json.loads(environment[VARIABLE]))
-        scenario.life += int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        main(scenario, int(environment["RANK"]), environment.get("CRASH_MEETING"))
+        main(scenario, int(environment["RANK"]), environment["CRASH_MEETING"])
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -277,7 +273,3 @@ def run(environment: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-if __name__ == "__main__":
-    run(os.environ)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
+from tests.support.waiting import is_seen
 from tests.support.warm_python.servers import PYTHON
 from tierckpt import _faults
 from tierckpt.format import ShardKey
@@ -301,13 +302,8 @@ class Job:
     def wait_for(
         self, true: Callable[[], Any], what: str, patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
-        deadline = time.monotonic() + patience_seconds
-        pause_seconds = 0.002
-        while not true():
-            if time.monotonic() > deadline:
-                self.give_up(f"waited in vain for {what}")
-            time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
-            pause_seconds = min(1.5 * pause_seconds, 0.05)
+        if not is_seen(true, patience_seconds):
+            self.give_up(f"waited in vain for {what}")
 
     def wait_fired(self, rank: int, rule: str) -> None:
         self.wait_for(lambda: self.fired(rank, rule), f"the rule {rule} on rank {rank}")

@@ -116,18 +116,4 @@ class Run:
         return all(self.of_kind("done", rank) for rank in range(self.scenario.ranks))
 
 
-def attempts(run: Run, undisturbed: Run) -> list[int]:
-    """For rank 0, the places in the undisturbed job at which the attempts of one run started; they
-    write to one file."""
-    theirs = undisturbed.lines()
-    at, found = len(theirs), []
-    for line in [x for x in run.lines() if x["kind"] != "raised"]:
-        if at == len(theirs) or line != theirs[at]:
-            at = theirs.index(line)
-            found.append(at)
-        at += 1
-    assert at == len(theirs)
-    return found
-
-
-__all__ = ["Job", "Run", "attempts"]
+__all__ = ["Job", "Run"]

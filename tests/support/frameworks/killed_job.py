@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.jobs import Job, Run
+from tests.support.frameworks.scenario import VARIABLE
+from tests.support.warm_python.servers import THROUGHOUT
 
 
 def resumes_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "") -> None:
@@ -19,6 +24,35 @@ def resumes_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "")
         for rank in range(run.scenario.ranks):
             first = run.place_in(plain, rank)
             assert first == 0 if starts else first > 0, run.output()
+
+
+def resumes_under_a_launcher(
+    command: Sequence[str], job: Job, kill: str, plain: Run, environment: Mapping[str, str]
+) -> None:
+    """Run the job by a command that starts killed ranks again; assert that the second attempt
+    writes what `plain` has there."""
+    scenario = replace(job.scenario, kill=kill)
+    told = {**quiet_environment(), **THROUGHOUT, **environment, VARIABLE: scenario.to_json()}
+    done = subprocess.run(command, env=told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert job.fired(kill)
+    first, second = attempts(Run(scenario), plain)
+    assert first == 0
+    assert second > 0
+
+
+def attempts(run: Run, undisturbed: Run) -> list[int]:
+    """For rank 0, the places in the undisturbed job at which the attempts of one run started; they
+    write to one file."""
+    theirs = undisturbed.lines()
+    at, found = len(theirs), []
+    for line in [x for x in run.lines() if x["kind"] != "raised"]:
+        if at == len(theirs) or line != theirs[at]:
+            at = theirs.index(line)
+            found.append(at)
+        at += 1
+    assert at == len(theirs)
+    return found
 
 
 def ends_by_a_signal_and_resumes(job: Job, signal: str, steps: tuple[int, int], plain: Run) -> None:
@@ -118,5 +152,6 @@ __all__ = [
     "refuses_other_data",
     "resumes_after_an_error",
     "resumes_exactly",
+    "resumes_under_a_launcher",
     "resumes_with_the_same_samples",
 ]

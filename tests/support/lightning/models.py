@@ -9,32 +9,14 @@ import torch
 import torchmetrics
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.support.frameworks.own_generators import Collate, Noisy
 from tests.support.frameworks.rank import with_lora
+from tests.support.frameworks.samples import CLASSES, WIDTH, Numbered, Samples
 
-WIDTH, CLASSES, SAMPLES = 8, 3, 48
-
-
-class Samples(Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        source = torch.Generator().manual_seed(index)
-        return torch.randn(WIDTH, generator=source) + 0.1 * torch.randn(WIDTH), index % CLASSES
-
-
-class Numbered(Dataset[Any]):
-    """Samples with their number as first feature."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((WIDTH,), float(index)), index % CLASSES
+SAMPLES = 48
 
 
 class Stream(IterableDataset[Any]):
@@ -43,7 +25,7 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(24):
-            yield Samples()[2 * index + self._rank]
+            yield Samples(SAMPLES)[2 * index + self._rank]
 
 
 def loaders(kind: str, workers: int, rank: int, ranks: int) -> Any:
@@ -51,28 +33,32 @@ def loaders(kind: str, workers: int, rank: int, ranks: int) -> Any:
     if kind == "stream":
         return DataLoader(Stream(rank), batch_size=4)
     if kind in ("two", "combined"):
-        long = DataLoader(Samples(), batch_size=4, shuffle=True)
-        short = DataLoader(Samples(), batch_size=12, shuffle=True, generator=torch.Generator())
+        long = DataLoader(Samples(SAMPLES), batch_size=4, shuffle=True)
+        short = DataLoader(
+            Samples(SAMPLES), batch_size=12, shuffle=True, generator=torch.Generator()
+        )
         both = {"long": long, "short": short}
         return both if kind == "two" else CombinedLoader(both, "max_size")
     if kind == "stateful":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        sampler = DistributedSampler(Samples(), ranks, rank, shuffle=True)
-        return StatefulDataLoader(Samples(), batch_size=4, sampler=sampler, num_workers=workers)
+        sampler = DistributedSampler(Samples(SAMPLES), ranks, rank, shuffle=True)
+        return StatefulDataLoader(
+            Samples(SAMPLES), batch_size=4, sampler=sampler, num_workers=workers
+        )
     if kind == "shuffled stateful":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        return StatefulDataLoader(Samples(), batch_size=4, shuffle=True, num_workers=workers)
+        return StatefulDataLoader(Samples(SAMPLES), batch_size=4, shuffle=True, num_workers=workers)
     if kind == "numbered":
-        sampler = DistributedSampler(Numbered(), ranks, rank, shuffle=True)
-        return DataLoader(Numbered(), batch_size=4 * 2 // ranks, sampler=sampler)
+        sampler = DistributedSampler(Numbered(SAMPLES), ranks, rank, shuffle=True)
+        return DataLoader(Numbered(SAMPLES), batch_size=4 * 2 // ranks, sampler=sampler)
     if kind == "own generators":
-        return DataLoader(Noisy(Samples()), 4, shuffle=True, collate_fn=Collate())
+        return DataLoader(Noisy(Samples(SAMPLES)), 4, shuffle=True, collate_fn=Collate())
     if kind == "larger batches":
-        return DataLoader(Samples(), batch_size=8, shuffle=True)
+        return DataLoader(Samples(SAMPLES), batch_size=8, shuffle=True)
     return DataLoader(
-        Samples(),
+        Samples(SAMPLES),
         batch_size=4,
         shuffle=True,
         num_workers=workers,
@@ -136,7 +122,7 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
 
         def val_dataloader(self) -> Any:
             own = data == "own generators"
-            return DataLoader(Noisy(Samples()) if own else Samples(), batch_size=8)
+            return DataLoader(Noisy(Samples(SAMPLES)) if own else Samples(SAMPLES), batch_size=8)
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["notes"] = {"steps": self.trainer.global_step}

@@ -1,40 +1,15 @@
-"""The job under its real launcher, and its resources on a machine that other users share."""
+"""The job's resources on a machine that other users share."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.crash.launcher import PATIENCE_SECONDS, Job, quiet_environment
-from tests.support.crash.scenario import RANKS, VARIABLE
-from tests.support.thorough import on_demand
-from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+from tests.support.crash.launcher import PATIENCE_SECONDS, Job
+from tests.support.crash.scenario import RANKS
 
 KILL = "kill@seal:version=12"
 NO_LINGER = {"memory_linger_seconds": 0}
-SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "job.py"
-
-
-@on_demand("test_demo.py has torchrun restart a job, too")
-def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
-    rule = "kill@script:step=12,phase=backward"
-    command = [PYTHON, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
-    command += ["--monitor-interval", "0.1", str(SCRIPT)]
-    job.scenario.rules["1"] = rule
-    with (job.folder / "torchrun.log").open("wb") as log:
-        job.foreign = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            env={**quiet_environment(), **THROUGHOUT, VARIABLE: job.scenario.to_json()},
-        )
-    job.wait_for(lambda: job.foreign.poll() is not None, "torchrun's end", 2 * PATIENCE_SECONDS)
-    assert job.fired(1, rule)
-    starts = [x["start"] for x in job.journal(1) if "start" in x]
-    assert starts in ([0, 11], [0, 12])
-    job.ended_as_undisturbed()
 
 
 def test_a_rebooted_machine_resumes_the_newest_version_complete_on_disk(
