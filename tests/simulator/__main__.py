@@ -36,6 +36,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="number of histories")
     parser.add_argument("--minutes", type=float, help="in place of --count")
     parser.add_argument("--sweep", help="one history, with this fault at each call in turn")
+    parser.add_argument("--every", type=int, default=1, help="of a sweep, only each N-th call")
     parser.add_argument("--twice", action="store_true", help="each must be the same again")
     parser.add_argument("--record", help="a file to which all system calls are added")
     parser.add_argument("--plant", help="a fault that must be found, see plants.py")
@@ -49,7 +50,7 @@ def _plans(options: argparse.Namespace) -> Iterator[Plan]:
     from .history import Plan, sweep
 
     if options.sweep:
-        yield from sweep(options.seed, options.sweep)
+        yield from islice(sweep(options.seed, options.sweep), 0, None, options.every)
         return
     seeds = count(options.seed)
     for seed in seeds if options.minutes else islice(seeds, options.count):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.crash.launcher import Job
 from tests.support.crash.scenario import PHASES, RANKS, STEPS
-from tests.support.thorough import points, swept_points
+from tests.support.thorough import points
 
 VERSION = 12
 BLOCKS = 9
@@ -52,10 +52,10 @@ AGENT_POINTS = {
 
 
 BOTH = [f"{point}-{rank}" for point in TRAINER_POINTS for rank in range(RANKS)]
-ALTERNATING = [f"{point}-{number % RANKS}" for number, point in enumerate(TRAINER_POINTS)]
+FEW = ["barrier-0", "copy middle-1", "tree-0", "sealed-1"]
 
 
-@pytest.mark.parametrize("where", swept_points(BOTH, *ALTERNATING))
+@pytest.mark.parametrize("where", points(BOTH, *FEW))
 def test_a_trainer_is_killed(where: str, job: Job) -> None:
     point, _, number = where.rpartition("-")
     rank = int(number)
@@ -73,17 +73,9 @@ def test_a_trainer_is_killed(where: str, job: Job) -> None:
     assert job.journal(rank, blocks=BLOCKS), [x for x in job.journal(rank) if "blocks" in x]
 
 
-# By default each point of an agent is in one of the two tests, and some are in both.
-AGENT_ALONE = [
-    "agent",
-    "write",
-    "rename",
-    "rename manifest",
-    "fsync directory after manifest",
-    "unlink retired manifest",
-    "rename retired to spare",
-]
-WITH_MACHINE = ["agent", "rename manifest", *(set(AGENT_POINTS) - set(AGENT_ALONE))]
+# A few real deaths: the simulator has one at each call of the system.
+AGENT_ALONE = ["agent", "rename manifest", "rename retired to spare"]
+WITH_MACHINE = ["write", "fsync directory after manifest", "unlink retired manifest"]
 
 
 @pytest.mark.parametrize("point", points(AGENT_POINTS, *AGENT_ALONE))
@@ -105,7 +97,7 @@ def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("point", swept_points(AGENT_POINTS, *WITH_MACHINE))
+@pytest.mark.parametrize("point", points(AGENT_POINTS, *WITH_MACHINE))
 def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
     rank = list(AGENT_POINTS).index(point) % RANKS
     job.settings.update(when_busy="wait", local_keep_last=1)
@@ -122,7 +114,7 @@ def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", swept_points("012345", *"0135"))
+@pytest.mark.parametrize("seed", points("012345", *"01"))
 def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
     dice = random.Random(int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS)
@@ -138,7 +130,7 @@ def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", swept_points("0123", *"01"))
+@pytest.mark.parametrize("seed", points("0123", *"01"))
 def test_a_trainer_is_killed_at_some_moment(seed: str, job: Job) -> None:
     dice = random.Random(100 + int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS - 2)

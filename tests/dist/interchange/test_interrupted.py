@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tierckpt
-from tests.support.thorough import swept_points
+from tests.support.thorough import points
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.cli import run_command
 from tierckpt.testing import tiny_model
@@ -36,7 +36,7 @@ def tierckpt_with(fault: str, folder: Path, *arguments: object) -> int:
     return subprocess.run(command, env={**os.environ, **faults}, capture_output=True).returncode
 
 
-@pytest.mark.parametrize("fault", swept_points(POINTS, *FEW))
+@pytest.mark.parametrize("fault", points(POINTS, *FEW))
 def test_an_interrupted_import_leaves_no_version(fault: str, tmp_path: Path) -> None:
     source, path = tmp_path / "source.pt", tmp_path / "ckpts"
     torch.save(tiny_model().state_dict(), source)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.thorough import swept_points
 from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +72,7 @@ def empty_table(target: Path) -> None:
     (target / TABLE).write_text(text.replace(rows[1], "\n"))
 
 
-@pytest.mark.parametrize("part", swept_points([*PARTS, ALL], ALL))
+@pytest.mark.parametrize("part", [*PARTS, ALL])
 def test_the_kernel_works_without(part: str, warm_python: None, tmp_path: Path) -> None:
     copy_to(tmp_path)
     for feature in PARTS.values() if part == ALL else [PARTS[part]]:
