@@ -347,13 +347,15 @@ class DataWitness(Part):
     """All ranks get here, also one that skipped its first step."""
 
     def _sampled(self) -> dict[str, list[Any]]:
-        """A few values of each of the first parameters. None where an optimizer has a `train()`: it
-        changes the weights between its modes (ScheduleFree)."""
+        """A few values of each of the first parameters, without those that the forward pass
+        changes. None where an optimizer has a `train()`: it changes the weights between its modes
+        (ScheduleFree)."""
         optimizers = self._state.optimizers.values()
         if any(hasattr(getattr(each, "outside", each), "train") for each in optimizers):
             return {}
         first = islice(self._state.model.named_parameters(), SAMPLED)
-        return {name: first_values(param) for name, param in first}
+        changed = self._state.changed_by_forward()
+        return {name: first_values(param) for name, param in first if id(param) not in changed}
 
     def _compare_weights(self) -> None:
         """Nearly equal is equal: a forward pass may normalise weights."""

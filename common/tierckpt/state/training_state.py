@@ -102,12 +102,24 @@ class Placements:
         name_of: Callable[[torch.Tensor], str],
     ) -> dict[int, Placement]:
         """By `id()`, the placement of each parameter not replicated."""
-        own, reduced, patterns = _renormed(modules), self._reduced, self._forward_changes
+        own, reduced = self.changed_by_forward(params, modules, name_of), self._reduced
         if reduced is not None:
             own += [p for p in params if id(p) not in reduced]
-        if patterns:
-            own += [p for p in params if any(fnmatchcase(name_of(p), each) for each in patterns)]
         return dict.fromkeys(map(id, own), PER_RANK)
+
+    def changed_by_forward(
+        self,
+        params: Collection[torch.Tensor],
+        modules: Sequence[torch.nn.Module],
+        name_of: Callable[[torch.Tensor], str],
+    ) -> list[torch.Tensor]:
+        """Parameters that the forward pass changes: some modules do, others are in the setting."""
+        named = [
+            p
+            for p in params
+            if any(fnmatchcase(name_of(p), each) for each in self._forward_changes)
+        ]
+        return _renormed(modules) + named
 
 
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
@@ -423,6 +435,12 @@ class TrainingState:
         )
         for param in (*modules, *(p for group in groups for p in group["params"])):
             param.grad = None
+
+    def changed_by_forward(self) -> set[int]:
+        """`id()` of the parameters that the forward pass changes."""
+        params = [*self.model.parameters()]
+        changed = self.placements.changed_by_forward(params, self._modules, self.name_of)
+        return {*map(id, changed)}
 
     def forward_changes(self, patterns: str) -> None:
         """See `Placements.forward_changes`."""

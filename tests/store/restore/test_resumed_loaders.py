@@ -178,3 +178,34 @@ def test_weights_that_are_written_after_the_restore_are_named(
             job.run(start + 2)
         said = [e.message for e in job.events if "had other values before the first" in e.message]
         assert len(said) == bool(overwritten)
+
+
+def halve_weight(module: torch.nn.Module, _: Any) -> None:
+    module.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_weights_that_the_forward_pass_changes_are_not_named_as_overwritten(
+    named: bool, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Those of the setting, and those of modules that are known to do so."""
+    settings = {"shm_dir": str(shm_dir), "agent": "inline"}
+    settings |= {"forward_changes": "0.weight"} if named else {}
+    for _ in range(2):
+        embedding = torch.nn.Embedding(4, 8, max_norm=None if named else 0.1)
+        model = torch.nn.Sequential(embedding, torch.nn.Linear(8, 1))
+        if named:
+            model[0].register_forward_pre_hook(halve_weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        events: list[tierckpt.Event] = []
+        with tierckpt.Checkpointer(
+            model, optimizer, path=tmp_path / "c", on_event=events.append, **settings
+        ) as ckpt:
+            start = int(ckpt.restore())
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.tensor([0, 3])).sum().backward()
+                optimizer.step()
+                ckpt.step()
+        assert [e.message for e in events if "had other values before" in e.message] == []
+    assert start == 2
