@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 HANG_SECONDS = 300
 """A history that takes longer ends this process, with the stack of what runs."""
 
-PROCESS_HISTORIES = 400
-"""Histories of one interpreter: descriptors of dead processes stay open as long as an object has
-their numbers, some 60 a history."""
-WRONG = "TIERCKPT_SIMULATOR_WRONG"
-"""Set when an interpreter before this one has found something."""
-
-
 _FD = re.compile(r"(?<=/fd/)\d+")
 """A descriptor's number depends on what other histories have left open."""
 
@@ -64,20 +57,6 @@ def _difference(first: Outcome, second: Outcome) -> str:
         if _FD.sub("", one) != _FD.sub("", other):
             return f"call {number}: {one}\n  {other}"
     return ""
-
-
-def _continue_afresh(arguments: list[str], wrong: bool) -> None:
-    """Continue in a new interpreter, with this seed and these minutes in place of those given."""
-    given, kept = iter(arguments[4:]), []
-    for each in given:
-        if each in ("--seed", "--minutes"):
-            next(given)
-        else:
-            kept.append(each)
-    if wrong:
-        os.environ[WRONG] = "1"
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "tests.simulator", *arguments[:4], *kept])
 
 
 def main() -> int:
@@ -126,16 +105,12 @@ def main() -> int:
         left = (options.minutes or 0) - (time.perf_counter() - start) / 60
         if options.minutes and left <= 0:
             break
-        if options.minutes and done == PROCESS_HISTORIES:
-            print(f"{done} histories, {versions} versions, {launches} starts; wrong: {found}")
-            again = ["--seed", str(plan.seed + 1), "--minutes", str(left), *sys.argv[1:]]
-            _continue_afresh(again, bool(found))
     seconds = time.perf_counter() - start
     print(
         f"{done} histories in {seconds:.1f} s ({60 * done / seconds:.0f} a minute), {versions} "
         f"versions, {launches} starts; wrong: {len(found)} {found[:20]}"
     )
-    return bool(found) or WRONG in os.environ
+    return bool(found)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from .library import Library
 from .oracle import Oracle
 from .people import People
 from .scheduler import Killed
+from .store import SCHEME
 from .world import Node, Process, World
 
 BEYOND_A_NODE = ("persistent_every_steps", "peer_redundancy")
@@ -43,6 +44,7 @@ KINDS = {
     "cut": 2,
     "parted": 2,
     "clock": 1,
+    "server": 2,
     "halt": 2,
     "pin": 1,
     "second": 1,
@@ -78,6 +80,9 @@ class Plan:
     step_seconds: float = 0.0
     """Of the training. The shorter, the more versions come before the levels are done with one."""
 
+    bucket: bool = False
+    """The persistent level is an object store, in place of a directory."""
+
     @staticmethod
     def drawn(seed: int) -> Plan:
         """The plan of a seed."""
@@ -103,14 +108,16 @@ class Plan:
         if nodes > 1 and pick([True, True, False]):
             settings["peer_redundancy"] = pick(["partner", "xor"])
         steps, seconds = numbers.randint(10, 40), pick([0.0, 0.0, 0.01, 0.3])
-        return Plan(seed, nodes, sizes, steps, settings, tuple(faults), seconds)
+        return Plan(
+            seed, nodes, sizes, steps, settings, tuple(faults), seconds, pick([True, False])
+        )
 
     def __str__(self) -> str:
         faults = "; ".join(map(str, self.faults))
         return (
             f"seed {self.seed}: {self.nodes} nodes x {self.sizes} ranks, {self.steps} steps "
             f"of {self.step_seconds} s, "
-            f"{self.settings}, faults: {faults or 'none'}"
+            f"{self.settings}{' in a bucket' * self.bucket}, faults: {faults or 'none'}"
         )
 
 
@@ -292,7 +299,8 @@ class History:
         settings["path"] = self.world.seen(node.disk / "ckpts")
         settings["shm_dir"] = self.world.seen(node.shm)
         if "persistent_every_steps" in settings:
-            settings["persistent_path"] = self.world.seen(self.world.root / "shared")
+            shared = self.world.seen(self.world.root / "shared")
+            settings["persistent_path"] = f"{SCHEME}://ckpts" if self.plan.bucket else shared
         return settings
 
     # --- failures -------------------------------------------------------------------------------
@@ -363,6 +371,8 @@ class History:
                 for pair in ((node.index, other.index), (other.index, node.index)):
                     if other is not node and world.random.random() < 0.8:  # or one way only
                         world.partitions[pair] = until
+        elif fault.kind == "server":
+            world.server.gone_until = world.scheduler.now + 10 ** world.random.uniform(-2, 1)
         elif fault.kind == "halt":
             self.people.halt(node)
         elif fault.kind == "pin" and self.oracle.floor["local"] and len(world.nodes) == 1:
@@ -436,6 +446,7 @@ def happen(plan: Plan, references: list[str], record: bool = False) -> Outcome:
     try:
         with silent() as output:
             gc.collect()  # when it runs by itself is not a part of the seed
+            _world()[0].close_left()
             gc.freeze()
             gc.disable()
             history = History(plan, references, root, *_world(), record)

@@ -26,6 +26,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from . import store
 from .image import Image, compiled
 from .locks import thread_module
 from .scheduler import Killed
@@ -904,7 +905,7 @@ class Library:
         return module
 
     def _importlib(self) -> types.ModuleType:
-        import importlib
+        import importlib.metadata
 
         module = types.ModuleType("importlib")
         module.__dict__.update(importlib.__dict__)
@@ -915,6 +916,10 @@ class Library:
             return image.import_module(name, package)
 
         module.import_module = import_module
+        metadata = types.ModuleType("importlib.metadata")
+        metadata.__dict__.update(importlib.metadata.__dict__)
+        metadata.entry_points = store.entry_points(lambda: self.world.server)
+        self.modules["importlib.metadata"] = module.metadata = metadata
         return module
 
     def _pickle(self) -> types.ModuleType:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .disk import Disk
 from .scheduler import TICK_SECONDS, Killed, Scheduler, Task
+from .store import Server
 
 if TYPE_CHECKING:
     from .image import Image
@@ -83,6 +84,8 @@ class World:
     def __init__(self) -> None:
         self.scheduler = Scheduler()
         self.random = self.scheduler.random
+        self._left: set[int] = set()
+        """Descriptors of dead processes, which may still have an object."""
 
     def begin(self, seed: int, root: Path, nodes: int) -> None:
         """Start a history in an empty folder."""
@@ -94,6 +97,7 @@ class World:
         """Number of threads and futures so far."""
         self.nodes = [Node(self, index) for index in range(nodes)]
         self.importing = False
+        self.server = Server(self)
         self.links: weakref.WeakKeyDictionary[Any, tuple[Node, Node]] = weakref.WeakKeyDictionary()
         """Ends of connections between nodes: the node that has it, and the other one."""
         self.partitions: dict[tuple[int, int], float] = {}
@@ -253,6 +257,7 @@ class World:
         for fd in process.fds:
             os.dup2(nowhere, fd, inheritable=False)  # its objects still have the number
         os.close(nowhere)
+        self._left.update(process.fds)
         process.fds.clear()
         for event in process.watchers:
             os.eventfd_write(event, 1)
@@ -317,6 +322,15 @@ class World:
         finally:
             self.importing, self.scheduler.tick_seconds = False, TICK_SECONDS
             self.random.setstate(state)
+
+    def close_left(self) -> None:
+        """Close what dead processes of earlier histories had opened, after their objects are gone,
+        which have closed their own."""
+        for fd in self._left:
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == os.devnull:
+                    os.close(fd)
+        self._left.clear()
 
     def close(self) -> None:
         """End everything."""
