@@ -114,12 +114,10 @@ class Placements:
         name_of: Callable[[torch.Tensor], str],
     ) -> list[torch.Tensor]:
         """Parameters that the forward pass changes: some modules do, others are in the setting."""
-        named = [
-            p
-            for p in params
-            if any(fnmatchcase(name_of(p), each) for each in self._forward_changes)
-        ]
-        return _renormed(modules) + named
+        found, patterns = _renormed(modules), self._forward_changes
+        if patterns:
+            found += [p for p in params if any(fnmatchcase(name_of(p), each) for each in patterns)]
+        return found
 
 
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
