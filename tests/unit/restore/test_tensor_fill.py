@@ -66,7 +66,9 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
         assert spec_of(tensor, name) == spec
         if name.startswith("optimizer/weight/exp_avg"):
             assert pages_there(tensor) >= tensor.nbytes // mmap.PAGESIZE - 1
-    assert pages_there(new.make(large, "cpu")) < large.nbytes // mmap.PAGESIZE // 2  # a second one
+    # Later ones; the allocator may give the memory of a freed tensor to some of them.
+    others = [new.make(large, "cpu") for _ in range(4)]
+    assert min(map(pages_there, others)) < large.nbytes // mmap.PAGESIZE // 2
 
 
 def test_memory_of_one_foreseen_is_given_once() -> None:
