@@ -166,7 +166,9 @@ def test_its_figures_are_those_of_the_records(jobs: Path, pages: dict[str, Path]
     assert row[3] == restored["level"]
     assert ["failures", "1"] in page.rows
     shares = [row for row in page.rows if row[0].startswith(("a version is", "no version is"))]
-    assert len(shares) >= 2  # a slow machine has a version under way all the time
+    # On a slow machine a version is under way all the time: then no time is left for the third.
+    always_busy = shares[0][:2] == ["a version is copied to memory", "100 %"]
+    assert len(shares) == 3 or (len(shares) == 2 and always_busy)
     assert any("run 2, from v3 to v" in each for each in page.texts)
 
 

@@ -61,14 +61,13 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
     large = specs["optimizer/weight/exp_avg"]
     new = TensorPreallocator(live(WIDEST))
     foresee(new, header_of(saved))
-    for name, spec in specs.items():
-        tensor = new.make(spec, "cpu")
-        assert spec_of(tensor, name) == spec
+    # All are kept: the allocator could give the memory of a freed one again.
+    made = {name: new.make(spec, "cpu") for name, spec in specs.items()}
+    for name, tensor in made.items():
+        assert spec_of(tensor, name) == specs[name]
         if name.startswith("optimizer/weight/exp_avg"):
             assert pages_there(tensor) >= tensor.nbytes // mmap.PAGESIZE - 1
-    # Later ones; the allocator may give the memory of a freed tensor to some of them.
-    others = [new.make(large, "cpu") for _ in range(4)]
-    assert min(map(pages_there, others)) < large.nbytes // mmap.PAGESIZE // 2
+    assert pages_there(new.make(large, "cpu")) < large.nbytes // mmap.PAGESIZE // 2  # a second one
 
 
 def test_memory_of_one_foreseen_is_given_once() -> None:
