@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -424,11 +423,9 @@ def reference(steps: int) -> list[str]:
 @contextlib.contextmanager
 def silent() -> Iterator[io.StringIO]:
     """Context in which what the product prints is kept."""
-    before, sys.stderr = sys.stderr, io.StringIO()
-    try:
-        yield sys.stderr
-    finally:
-        sys.stderr = before
+    kept = io.StringIO()
+    with contextlib.redirect_stdout(kept), contextlib.redirect_stderr(kept):
+        yield kept
 
 
 @functools.cache

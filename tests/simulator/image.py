@@ -168,9 +168,10 @@ class Image:
 
     def import_module(self, name: str, package: str | None = None) -> types.ModuleType:
         """As `importlib.import_module`."""
+        name = importlib.util.resolve_name(name, package)
         if name.split(".")[0] in OWN:
             return self.load(name)
-        return importlib.import_module(name, package)
+        return importlib.import_module(name)
 
     def show(self) -> None:
         """Let `pickle` find this process's classes."""

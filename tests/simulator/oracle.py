@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ class Oracle:
     """The version that the next start must have, since somebody has asked for it."""
     branch: tuple[int, int] | None = None
     """The run that was sent back, and its version: each later one continues from there."""
-    pins: dict[tuple[Path, int], int] = field(default_factory=dict)
-    """By folder and version, the number of files that a pin must keep."""
+    pins: dict[tuple[Node, int], int] = field(default_factory=dict)
+    """By node and version, the number of files that a pin must keep."""
 
     def tell(self, run: int, rank: int, kind: str, *what: Any) -> None:
         """A rank says something."""
@@ -69,9 +68,7 @@ class Oracle:
         peer since the last loss."""
         self.lose("local")
         self.lost_disks.add(node)
-        self.pins = {
-            key: each for key, each in self.pins.items() if f"/node{node}/" not in str(key[0])
-        }
+        self.pins = {key: each for key, each in self.pins.items() if key[0].index != node}
         if len(self.lost_disks) > 1:
             self.lose("peer")
 
@@ -83,15 +80,14 @@ class Oracle:
 
     def pin(self, node: Node, version: int, done: bool) -> None:
         """A command that pins a version has ended."""
-        folder = node.disk / "ckpts"
         if done:
             self.said.append(f"*** pinned v{version}")
-            self.pins[folder, version] = len(_files(folder, version))
+            self.pins[node, version] = len(_files(node, version))
 
     def check_pins(self) -> None:
         """Nothing of a pinned version may be gone."""
-        for (folder, version), count in self.pins.items():
-            if len(left := _files(folder, version)) < count:
+        for (node, version), count in self.pins.items():
+            if len(left := _files(node, version)) < count:
                 self.wrong = f"v{version} was pinned with {count} files; now {left}"
 
     @property
@@ -155,5 +151,5 @@ class Oracle:
                 raise WrongError(f"run {run} restored v{begin}, which run {earlier} never reached")
 
 
-def _files(folder: Path, version: int) -> list[str]:
-    return sorted(each.name for each in folder.glob(f"v{version:010d}.*"))
+def _files(node: Node, version: int) -> list[str]:
+    return sorted(each.name for each in (node.disk / "ckpts").glob(f"v{version:010d}.*"))

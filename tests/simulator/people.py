@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .cluster import Launch
+from .cluster import ENVIRONMENT, Launch
 from .library import Library
-from .oracle import WrongError
 from .world import Node, Process
 
 if TYPE_CHECKING:
@@ -33,14 +32,13 @@ class People:
             commands = self.library.image(process).load(COMMANDS)
             return int(commands.main(list(arguments)) or 0)
 
-        environment = {"PATH": "/usr/bin:/bin", "HOME": "/root"}
-        return self.world.start(node, f"tierckpt {arguments[0]}", main, environ=environment)
+        return self.world.start(node, f"tierckpt {arguments[0]}", main, environ=ENVIRONMENT)
 
     def _wait(self, process: Process) -> bool:
         """Whether a command ends well. In the driver alone."""
         while process.alive:
             self.world.scheduler.park()
-        return process.status == 0 and process.failure is None
+        return _ended_well(process)
 
     # --- at any moment ----------------------------------------------------------------------------
 
@@ -60,7 +58,7 @@ class People:
 
         def tell(run: int, rank: int, kind: str, *what: Any) -> None:
             if kind == "restored":
-                raise WrongError("a job was started while it ran")
+                self.oracle.wrong = self.oracle.wrong or "a job was started while it ran"
 
         self._second = Launch(self.library, -launch.number, launch.places)
         self._second.start(plan, settings, tell)
@@ -70,7 +68,7 @@ class People:
         for each in [each for each in self._pins if not each[0].alive]:
             self._pins.remove(each)
             process, node, version = each
-            self.oracle.pin(node, version, process.status == 0 and process.failure is None)
+            self.oracle.pin(node, version, _ended_well(process))
         second = self._second
         if second is None:
             return
@@ -89,6 +87,10 @@ class People:
     def send_back(self, node: Node, version: int) -> bool:
         """Ask for an older version; returns whether the next start must have it."""
         return self._wait(self._run(node, "rollback", self.path(node), str(version)))
+
+
+def _ended_well(process: Process) -> bool:
+    return process.status == 0 and process.failure is None
 
 
 __all__ = ["People"]
