@@ -47,7 +47,7 @@ GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
 
 LAUNCHERS = {
     # The cache is a file in the home directory, read and written without a lock.
-    HOROVODRUN: "python -m tests.support.horovodrun --gloo --disable-cache -np {size} "
+    HOROVODRUN: f"{PYTHON} -m tests.support.horovodrun --gloo --disable-cache -np {{size}} "
     "--network-interfaces lo",
     # Over TCP: killed ranks would leave shared memory of MPI's own.
     MPIRUN: "mpirun -np {size} --allow-run-as-root --oversubscribe --bind-to none "

@@ -253,7 +253,7 @@ def test_a_job_without_time_left_is_not_started_again(
 def test_horovodrun(job: Callable[..., Done], launchable: Callable[[str], None]) -> None:
     """Each attempt has a rendezvous server of its own, as addresses of dead ranks stay."""
     launchable(HOROVODRUN)
-    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
+    command = [PYTHON, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
     command += ["--network-interfaces", "lo", PYTHON, "-m", "tierckpt.run"]
     done = job(command, TWICE, text=HOROVOD)
     assert done.status == 0, done.err

@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,7 +64,7 @@ class ElasticJob:
         """Start, each worker on a host of its own; `options` are the script's."""
         self.hosts = [next(self._names) for _ in range(workers + spares)]
         self._tell_hosts()
-        command = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+        command = [PYTHON, "-m", "horovod.runner.launch", "--gloo"]
         command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--network-interfaces", "lo"]
         command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
