@@ -202,7 +202,7 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
         self._pass_iteration = 0
         """The loader's `iteration` in the newest pass."""
         self._early_seed: int | None = None
-        """The seed of the newest pass's workers, if they were started by `prepare`."""
+        """That of the newest pass, see `_early_seed_of`."""
         self._accelerator = accelerator
         self.saved_step: StepSize | None = None
         """The samples of a step in the restored job; None if no restore has set the place."""
@@ -216,12 +216,12 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
     def __iter__(self) -> Iterator[Any]:
         """A pass over the epoch; after a restore, over the rest of the current one. Raises
         TierckptError if its workers were started with another seed before the restore."""
-        early = _early_iterator_of(self._prepared.base_dataloader)
-        seed = None if early is None else early._base_seed
+        base = self._prepared.base_dataloader
+        seed = _early_seed_of(base)
         if self._resuming is not None and seed is not None:
             saved = self._resuming["early_seed"]
-            if saved is None:
-                _forget_early_iterator(self._prepared.base_dataloader)
+            if saved is None:  # the saved pass made its iterator, which draws a seed
+                base._iterator, base._initial_iter_for_state_dict = None, False
             elif saved != seed:
                 raise TierckptError(UNSEEDED)
             seed = saved
@@ -273,16 +273,13 @@ class ResumedLoader(PlaceOfAnyRanks[Any]):
             sampler.initial_seed = seed
 
 
-def _early_iterator_of(base: Any) -> Any:
-    """The iterator with workers that a StatefulDataLoader has before its first pass, because
-    `prepare` reads its state; its workers have drawn from samplers already. None if there is
-    none."""
-    is_early = getattr(base, "_initial_iter_for_state_dict", False) and base.num_workers > 0
-    return base._iterator if is_early else None
-
-
-def _forget_early_iterator(base: Any) -> None:
-    base._iterator, base._initial_iter_for_state_dict = None, False
+def _early_seed_of(base: Any) -> int | None:
+    """A StatefulDataLoader has an iterator before its first pass, because `prepare` reads its
+    state: the seed of that one's workers, which have drawn from samplers already; 0 without
+    workers. None if there is no such iterator."""
+    if not getattr(base, "_initial_iter_for_state_dict", False):
+        return None
+    return int(base._iterator._base_seed) if base.num_workers > 0 else 0
 
 
 class _Pass(Pass):
