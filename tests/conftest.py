@@ -49,8 +49,8 @@ os.environ["TIERCKPT_AGENT_NICE"] = "0"
 # One thread of torch in each of several processes that share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Milliseconds between two rounds of messages of Horovod's ranks, also when they have nothing to say:
-# with its default, 1, three of them keep a core busy.
+# Milliseconds between two rounds of messages of Horovod's ranks, which they also send when they have
+# nothing to say: with its default, 1, three of them keep a core busy.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
 
 # The same tests wherever pytest's folders are: in memory, a level's files would be the slots'.
