@@ -49,7 +49,7 @@ os.environ["TIERCKPT_AGENT_NICE"] = "0"
 # One thread of torch in each of several processes that share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Milliseconds between two rounds of messages of Horovod's ranks, which they also send when they have
+# Milliseconds between two rounds of messages of Horovod's ranks, which they also send when there is
 # nothing to say: with its default, 1, three of them keep a core busy.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
 
