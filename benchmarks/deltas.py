@@ -44,7 +44,6 @@ from tierckpt.format.manifest import Buffer
 BLOCK_BYTES = 512 * 1024
 """The block size of shards."""
 PHASES = ("early", "late")
-DISTANCES = (1, 10, 100, 1000)
 TEXT_BYTES = 8 << 20
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "weights, bfloat16")
 Contents = dict[str, bytes]
@@ -65,13 +64,27 @@ class Size:
     early: int = 300
     """The step of the earlier version, early in the training."""
     late: int = 2500
+    distances: tuple[int, ...] = (1, 10, 100, 1000)
+    """Steps between two versions that are compared."""
+    loaded: int = 100
+    """The one of them of the difference that is loaded."""
 
     def step_of(self, phase: str) -> int:
         """The step of the earlier version in this phase."""
         return {"early": self.early, "late": self.late}[phase]
 
 
-TOY = Size(width=32, layers=1, tokens=16, batch=2, steps=1080, early=20, late=60)
+TOY = Size(
+    width=32,
+    layers=1,
+    tokens=16,
+    batch=2,
+    steps=100,
+    early=20,
+    late=60,
+    distances=(1, 10),
+    loaded=10,
+)
 
 
 class Net(torch.nn.Module):
@@ -108,7 +121,7 @@ def text() -> torch.Tensor:
 
 def trained(size: Size, phases: Sequence[str]) -> Iterator[tuple[int, Contents]]:
     """Train, and yield the bytes of weights and moments at the steps that are compared."""
-    wanted = {size.step_of(phase) + d for phase in phases for d in (0, *DISTANCES)}
+    wanted = {size.step_of(phase) + d for phase in phases for d in (0, *size.distances)}
     torch.manual_seed(0)
     data, net = text(), Net(size)
     adam = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1)
@@ -208,9 +221,9 @@ def measure(
         (Row(phase, kind, d, way.name, len(versions[at][kind])), way, at)
         for phase, at in ((phase, size.step_of(phase)) for phase in phases)
         for kind in KINDS
-        for d in DISTANCES
+        for d in size.distances
         for way in WAYS
-        if way.name != "whole" or d == DISTANCES[-1]
+        if way.name != "whole" or d == size.distances[-1]
     ]
     zstd = Zstd(level)
     for number in range(rounds + 1):
@@ -261,8 +274,8 @@ class Load:
 
 
 def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -> list[Load]:
-    """Store the late version and, as a difference to it, that of 100 steps later, `copies` times
-    side by side; then load both by turns."""
+    """Store the late version and, as a difference to it, that of `size.loaded` steps later,
+    `copies` times side by side; then load both by turns."""
     nbytes = len(versions[size.late]["weights"])
     model = torch.nn.ParameterList(torch.zeros(nbytes // 4) for _ in range(copies))
     adam = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -279,7 +292,7 @@ def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -
             persistent_keep_every=1,
             persistent_codecs="delta, zstd",
         )
-        for step in (size.late, size.late + 100):
+        for step in (size.late, size.late + size.loaded):
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             adam.step()
