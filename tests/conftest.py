@@ -197,7 +197,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[None]:
     """Fail a test that leaks a thread, a descriptor, a process or shared memory. Its own `shm_dir`
     is not checked: tests about it check it themselves."""
-    before = belongings(shm_root)
+    pids = {*os.listdir("/proc")}
+    before = belongings(shm_root, pids)
     yield
     if SHARED & set(request.fixturenames):
         return
@@ -205,7 +206,7 @@ def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[
         return  # its traceback keeps objects alive that it would have closed
     deadline = time.monotonic() + PATIENCE_SECONDS
     pause_seconds = 0.005
-    while left := belongings(shm_root) - before:
+    while left := belongings(shm_root, pids) - before:
         gc.collect()
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n" + "\n".join(sorted(left)))
@@ -213,8 +214,9 @@ def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[
         pause_seconds = min(2 * pause_seconds, 0.1)
 
 
-def belongings(shm_root: Path) -> set[str]:
-    return {*_threads(), *_descriptors(), *_processes(), *_segments(shm_root)}
+def belongings(shm_root: Path, pids: set[str]) -> set[str]:
+    """What this run has, but for the processes in `pids`, which it had before."""
+    return {*_threads(), *_descriptors(), *_processes(pids), *_segments(shm_root)}
 
 
 def _threads() -> Iterator[str]:
@@ -230,9 +232,9 @@ def _descriptors() -> Iterator[str]:
                 yield f"descriptor {fd} of {target}"
 
 
-def _processes() -> Iterator[str]:
+def _processes(before: set[str]) -> Iterator[str]:
     mark = RUN_MARK.encode()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in filter(str.isdigit, {*os.listdir("/proc")} - before):
         with contextlib.suppress(OSError):
             if int(pid) == os.getpid() or mark not in _read(f"/proc/{pid}/environ"):
                 continue
@@ -242,7 +244,6 @@ def _processes() -> Iterator[str]:
 
 
 def _read(path: str) -> bytes:
-    """Plain system calls: this is done for every process of the machine, twice for every test."""
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 1 << 20)
