@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import exact
-from tests.support.rank_pool import RankPool
-from tests.support.training import Job, Net, Place, attach, make_job, rank, sgd
+from tests.support.training import Job, Net, Place, attach, make_job, sgd
 
 many_buckets = {"bucket_cap_mb": 0.003}
 normed = partial(Net, norm=nn.BatchNorm1d)
@@ -154,44 +152,3 @@ def test_the_loop_may_be_written_in_many_ways(name: str, ranks: Any, place: Plac
         assert course == expected
         assert restored == 6
         assert is_newest
-
-
-def scaled(place: Place | None, iterations: range) -> tuple[Any, ...]:
-    """Mixed precision; in iterations 1 and 4 an overflow on rank 1 alone."""
-    job = make_job(net=normed, optimizer=sgd, seed=2 if iterations.start else 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    attached = attach(job, place, extra={"scaler": scaler}) if place else None
-    start = int(attached.ckpt.restore()) if attached and iterations.start else 0
-    course = {}
-    for iteration in range(start, iterations.stop):
-        job.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = job.loss(iteration)
-        if iteration in (1, 4) and rank() == 1:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
-        scaler.step(job.optimizer)
-        scaler.update()
-        if attached:
-            attached.ckpt.step()
-        course[iteration + 1] = (job.digest(), exact.image(scaler.state_dict()))
-    version = attached.ckpt.version if attached else 0
-    if attached:
-        attached.ckpt.abandon()
-    return course, start, version
-
-
-def scaled_with_and_without(place: Place) -> tuple[Any, ...]:
-    expected, _, _ = scaled(None, range(8))
-    course, _, version = scaled(place, range(6))
-    resumed, start, _ = scaled(place, range(6, 8))
-    return expected, {**course, **resumed}, start, version
-
-
-def test_steps_skipped_by_the_gradient_scaler_are_no_versions(pool: RankPool, place: Place) -> None:
-    told = pool.run(scaled_with_and_without, place)
-    for expected, course, start, version in told:
-        assert course == expected
-        assert version == 6 - 2
-        # Version 4 was still being copied at the end, and is completed.
-        assert start == 6

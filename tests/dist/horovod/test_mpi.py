@@ -37,17 +37,6 @@ def test_every_iteration_is_bit_for_bit_as_without(
         training.check(name, 3, "local" if local else "memory", told)
 
 
-def test_layers_are_copied_while_their_gradients_are_reduced(pool: RankPool, place: Place) -> None:
-    told = pool.run(barrier.layers_released_by_backward, "groups", place)
-    barrier.check_released("groups", told)
-
-
-def test_no_weight_changes_before_it_is_copied(pool: RankPool, place: Place) -> None:
-    loop = barrier.LOOPS["outer and inner step"]
-    told = pool.run(barrier.restored_from_late_copies, loop, barrier.intact, place)
-    assert told == [(3, [])] * 3
-
-
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
