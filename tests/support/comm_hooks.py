@@ -1,8 +1,6 @@
 """Communication hooks as users write them. No `from __future__ import annotations` here: DDP
 compares the annotations themselves."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -16,11 +14,6 @@ def sum_of_clamped(state: dict[str, int], bucket: dist.GradBucket) -> Reduced:
     clamped = bucket.buffer().clamp(-0.01, 0.01)
     work = dist.all_reduce(clamped, async_op=True)
     return work.get_future().then(lambda future: future.value()[0] / 3)
-
-
-def in_bfloat16(state: Any, bucket: dist.GradBucket) -> Reduced:
-    """A copy under another name: DDP accepts the original on CUDA only."""
-    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def fails_at_the_second_call(state: dict[str, int], bucket: dist.GradBucket) -> Reduced:

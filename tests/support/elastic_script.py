@@ -165,12 +165,6 @@ def lose(*paths: str) -> None:
     horovod().barrier()
 
 
-def in_memory(tmp_path: Path, shm_dir: Path) -> Place:
-    """A place with memory that can be lost."""
-    (shm_dir / "memory").mkdir()
-    return Place.under(tmp_path, shm_dir / "memory")
-
-
 class Adversaries(Script):
     """Two models that are trained against each other, by two optimizers."""
 

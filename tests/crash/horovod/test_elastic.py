@@ -15,7 +15,7 @@ import pytest
 from tests.support.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.support.crash.launcher import ROOT, quiet_environment
 from tests.support.horovod_here import horovod_missing
-from tests.support.thorough import on_demand, points
+from tests.support.thorough import points
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import PersistentStore
@@ -163,22 +163,6 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path
     job.left_nothing()
 
 
-def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
-    """And the launcher is not killed: it ends by itself, and the next one finds all versions."""
-    job = make_job()
-    gates = {"6": "all"}
-    job.start(min_np=1, spares=1, steps=STEPS, gates=gates)
-    stand_at(job, "all")
-    for worker in job.journal(waiting="all"):
-        os.kill(worker["pid"], signal.SIGKILL)
-    job.until_over(well=False)
-    job.open("all")
-    job.start(min_np=2, steps=STEPS, gates=gates).until_over()
-    assert began(job) in (("memory", 5), ("memory", 6))
-    assert (job.course(), job.losses()) == undisturbed
-    job.left_nothing()
-
-
 def test_hosts_come_and_go(make_job: MakeJob) -> None:
     """A script without calls for checkpoints: a worker dies and is not replaced, a host joins, and
     leaves.
@@ -229,38 +213,6 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     job.left_nothing()
 
 
-def test_of_three_workers_two_are_lost(make_job: MakeJob) -> None:
-    """At once. The other one continues, with a new number, from the memory of three, if it was in
-    the middle of a batch; a worker that joins then has no state."""
-    job = make_job()
-    # Each stops there, and is killed when both have reached it: the first death ends the others'
-    # iteration.
-    rules = [rule("backward", 3, rank, "stop") for rank in (1, 2)]
-    job.start(min_np=1, workers=3, steps=9, rules=rules, joins=[6])
-    job.wait_for(lambda: len(job.marked()) == 2, "both that are to be lost")
-    for pid in job.marked():
-        os.kill(pid, signal.SIGKILL)
-    wait_for_hosts(job, 6)
-    job.add_host()
-    job.until_over()
-    lives = job.journal(began=True, rank=0)
-    # If Horovod notices two deaths one after the other, there is a run between them.
-    sizes = [x["size"] for x in lives]
-    assert sizes in ([3, 1, 2], [3, 2, 1, 2])
-    assert lives[1]["levels"] in ({"memory": 3}, None)
-    assert lives[-1]["levels"] is None
-    assert all(x["step"] in (2, 3) for x in lives[1:-1])
-    lines = job.journal()
-    for life in lives[-2:]:
-        before = [x for x in lines[: lines.index(life)] if "commit" in x]
-        committed = next(x for x in reversed(before) if x["step"] == life["step"])
-        together = job.journal(began=True, size=life["size"], step=life["step"])
-        assert sorted(x["rank"] for x in together) == list(range(life["size"]))
-        assert all(shared_by_ranks(x) == shared_by_ranks(committed) for x in together)
-    assert {x["rank"] for x in job.journal(done=True, step=9)} == {0, 1}
-    job.left_nothing()
-
-
 def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
     """No version is complete where the others can reach it: they continue from their live state."""
     job = make_job()
@@ -275,61 +227,6 @@ def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
     }
     assert any("no level has a complete version" in x["message"] for x in job.events("notice"))
     assert len(job.journal(done=True, step=8)) == 2
-
-
-@on_demand("35 s; tests/dist/coordination/test_former_nodes.py has such nodes without a launcher")
-def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
-    """Of three machines one is lost, and then a worker on another dies: the last one continues
-    alone, from its own memory and from the agents of those it lost. The first comes back, with its
-    agent and its shards; its worker dies, and its agent is asked."""
-    peers = {"peer_redundancy": "partner", "peer_interface": "lo", "agent_linger_seconds": "100"}
-    job = make_job(local_every_steps="100", **peers)
-    rules = [rule("backward", 5, 1), rule("backward", 11, 1)]
-    job.start(min_np=1, workers=3, steps=14, rules=rules, joins=[4, 8], machines=True)
-    wait_for_hosts(job, 4)
-    taken = job.hosts[-1]
-    job.remove_host(taken)
-    wait_for_hosts(job, 8)
-    assert job.add_host(taken) == taken
-    job.until_over()
-    assert job.fired() == 2
-    lives = job.journal(began=True, rank=0)
-    assert [x["size"] for x in lives] == [3, 2, 1, 2, 1]
-    # If two have a later version of their own, nothing of the third's is needed any more.
-    assert lives[2]["levels"] in ({"memory": 1, "agent": 1}, {"memory": 1, "agent": 2})
-    assert [lives[i]["levels"] for i in (1, 3)] == [None, None]
-    assert lives[4]["levels"] == {"memory": 1, "agent": 1}
-    lines = job.journal()
-    for life in lives[1:]:
-        before = [x for x in lines[: lines.index(life)] if "commit" in x and x["rank"] == 0]
-        where = (life["step"], life["epoch"])
-        same = [x for x in before if (x["step"], x["epoch"]) == where]
-        assert before[-1] in same or life is not lives[1], "nobody failed, and a commit was lost"
-        assert shared_by_ranks(life) == shared_by_ranks(same[-1])
-    assert job.events("rejected") == []
-
-
-@on_demand("half a minute; of two ranks that differ, without a majority, the gate has a test")
-def test_ranks_that_differ_when_a_host_goes(make_job: MakeJob) -> None:
-    """A bit flips on rank 1 of three, and another rank's host is taken away. All continue from the
-    state of the majority."""
-    job = make_job(on_drift="warn")
-    job.start(min_np=1, workers=3, spares=1, steps=12, drifts=[[5, 1]], joins=[6])
-    wait_for_hosts(job, 6)
-    (at_host,) = job.journal(began=True, rank=2)
-    environment = Path(f"/proc/{at_host['pid']}/environ").read_text().split("\0")
-    job.remove_host(next(x for x in environment if x.startswith("HOROVOD_HOSTNAME=")).split("=")[1])
-    job.until_over()
-    found = job.events("drifted")
-    assert {x["rank"] for x in found} == {0, 1, 2}
-    assert all("model/1.weight: rank 1 differs from the other 2" in x["message"] for x in found)
-    after = job.journal(began=True)[3:]
-    assert {tuple(shared_by_ranks(x).items()) for x in after} == {
-        tuple(shared_by_ranks(after[0]).items())
-    }
-    (before,) = job.journal(commit="commit", rank=0, step=after[0]["step"])[:1]
-    assert shared_by_ranks(after[0]) == shared_by_ranks(before), "rank 1's bit went nowhere"
-    assert job.events("failed") == []
 
 
 def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
@@ -368,9 +265,9 @@ def test_a_rollback_is_made_once_and_never_by_a_restore_of_the_script(
 # --- details -------------------------------------------------------------------------------------
 
 
-def rule(place: str, step: int, rank: int, action: str = "kill") -> str:
+def rule(place: str, step: int, rank: int) -> str:
     at = f"step={step}," if step >= 0 else ""
-    return f"{action}@elastic:place={place},{at}rank={rank}"
+    return f"kill@elastic:place={place},{at}rank={rank}"
 
 
 def stand_at(job: ElasticJob, gate: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tierckpt
 from tests.support import exact
 from tests.support.late_copies import before_blocks
+from tests.support.rank_pool import RankPool
 from tests.support.training import (
     Job,
     Net,
@@ -60,29 +59,21 @@ def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[i
     return restored.version, exact.differences(expected, job.replicated())
 
 
-@pytest.mark.parametrize("kind", SILENT)
-def test_no_tensor_changes_before_it_is_copied(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for version, torn in ranks(2).run(restored_from_slow_copies, kind, True, place):
+def test_no_tensor_changes_before_it_is_copied(pool: RankPool, place: Place) -> None:
+    for version, torn in pool.run(restored_from_slow_copies, "fused SGD", True, place):
         assert (version, torn) == (3, [])
 
 
-def test_it_is_the_barrier_that_keeps_the_optimizer_off(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_it_is_the_barrier_that_keeps_the_optimizer_off(pool: RankPool, place: Place) -> None:
     """The control of the test above: a fused SGD leaves no trace that a check could find."""
-    place = Place.under(tmp_path, shm_dir)
-    for version, torn in ranks(2).run(restored_from_slow_copies, "fused SGD", False, place):
+    for version, torn in pool.run(restored_from_slow_copies, "fused SGD", False, place):
         assert version == 3
         assert torn
 
 
-def test_an_evidently_torn_copy_is_never_sealed(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_an_evidently_torn_copy_is_never_sealed(pool: RankPool, place: Place) -> None:
     """AdamW's step counts do leave a trace."""
-    place = Place.under(tmp_path, shm_dir)
-    for version, _ in ranks(2).run(restored_from_slow_copies, "fused AdamW", False, place):
+    for version, _ in pool.run(restored_from_slow_copies, "fused AdamW", False, place):
         assert version < 3
 
 
@@ -107,10 +98,8 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     return blocks_released(make_job(**many_buckets), place)
 
 
-def test_layers_are_copied_while_their_gradients_are_reduced(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(layers_released_by_backward, Place.under(tmp_path, shm_dir))
+def test_layers_are_copied_while_their_gradients_are_reduced(pool: RankPool, place: Place) -> None:
+    told = pool.run(layers_released_by_backward, place)
     for at_boundary, after_backward, striped in told:
         assert (at_boundary, after_backward) == (0, striped)
         assert striped > 0

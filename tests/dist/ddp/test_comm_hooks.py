@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import ddp_ckpt
 import tierckpt
 from tests.support import comm_hooks
+from tests.support.rank_pool import RankPool
 from tests.support.training import Job, Place, attach, course_of, make_job, no_boundary
 
 CRASH = 4
@@ -28,18 +28,14 @@ def power() -> powerSGD_hook.PowerSGDState:
 Hook = tuple[Callable[[], Any], Any, dict[str, Any]]
 
 HOOKS: dict[str, Hook] = {
-    "allreduce": (lambda: None, default_hooks.allreduce_hook, many_buckets),
     "fp16 compression": (lambda: None, default_hooks.fp16_compress_hook, many_buckets),
-    "bf16 compression": (lambda: None, comm_hooks.in_bfloat16, many_buckets),
     # One bucket: with more, their callbacks use one gloo group in any order, and collide.
-    "PowerSGD": (power, powerSGD_hook.powerSGD_hook, {}),
     "PowerSGD in fp16": (
         power,
         default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
         {},
     ),
     "a function of the user's": (dict, comm_hooks.sum_of_clamped, many_buckets),
-    "built-in allreduce": (lambda: None, dist.BuiltinCommHookType.ALLREDUCE, many_buckets),
     "built-in fp16": (lambda: None, dist.BuiltinCommHookType.FP16_COMPRESS, many_buckets),
 }
 
@@ -123,16 +119,13 @@ def resumed_with_error_feedback(kept: bool, place: Place) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_error_feedback_continues_where_it_was(
-    size: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for told in ranks(size).run(resumed_with_error_feedback, True, Place.under(tmp_path, shm_dir)):
+def test_error_feedback_continues_where_it_was(ranks: Any, place: Place) -> None:
+    for told in ranks(3).run(resumed_with_error_feedback, True, place):
         assert told == {"same": True, "restored": (CRASH, CRASH), "warned": []}
 
 
-def test_error_feedback_not_kept_is_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    for told in ranks(2).run(resumed_with_error_feedback, False, Place.under(tmp_path, shm_dir)):
+def test_error_feedback_not_kept_is_reported(pool: RankPool, place: Place) -> None:
+    for told in pool.run(resumed_with_error_feedback, False, place):
         assert told["restored"] == (CRASH, 0)
         assert not told["same"]
         (warning,) = told["warned"]
@@ -147,11 +140,8 @@ def hook_state_with_a_static_graph(place: Place) -> str:
     return str(caught.value)
 
 
-def test_bucket_state_of_a_hook_needs_the_same_buckets(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for text in ranks(2).run(hook_state_with_a_static_graph, place):
+def test_bucket_state_of_a_hook_needs_the_same_buckets(pool: RankPool, place: Place) -> None:
+    for text in pool.run(hook_state_with_a_static_graph, place):
         assert "HookState with static_graph=True" in text
 
 
@@ -171,11 +161,9 @@ def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
     return stored
 
 
-def test_bucket_state_does_not_depend_on_the_number_of_passes(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_bucket_state_does_not_depend_on_the_number_of_passes(pool: RankPool, place: Place) -> None:
     """Otherwise `tierckpt prove` would report an exact script as not exact."""
-    (told, _) = ranks(2).run(what_is_stored_of_buckets, Place.under(tmp_path, shm_dir))
+    (told, _) = pool.run(what_is_stored_of_buckets, place)
     for name, orders in told.items():
         assert orders == [orders[0]] * 4, name
     assert len(told["plain"][0]) > 1
@@ -183,9 +171,8 @@ def test_bucket_state_does_not_depend_on_the_number_of_passes(
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_users_hook_computes_the_same_with_and_without_checkpoints(
-    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    name: str, ranks: Any, place: Place
 ) -> None:
-    place = Place.under(tmp_path, shm_dir)
     for told in ranks(3 if is_built_in(name) else 2).run(trained_with_hook, name, place):
         for way in ways_of(name):
             assert told[way] == told["plain"], way
@@ -195,21 +182,6 @@ def test_a_users_hook_computes_the_same_with_and_without_checkpoints(
             assert all("is not in the checkpoints" in text for text in told[f"notices {way}"])
         (notice,) = told["notices registered before"]
         assert "has a communication hook already" in notice
-
-
-def hook_given_to_a_model_that_has_one(registered: str, place: Place) -> str:
-    job = make_job()
-    REGISTERED[registered](job.model)
-    with pytest.raises(tierckpt.ConfigError) as caught:
-        attach(job, place, comm_hook=(None, default_hooks.fp16_compress_hook))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("registered", ["a function", "built in"])
-def test_two_hooks_are_refused(registered: str, ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for text in ranks(2).run(hook_given_to_a_model_that_has_one, registered, place):
-        assert "has a communication hook already" in text
 
 
 def hook_that_fails_once(place: Place) -> tuple[int, list[str]]:
@@ -228,13 +200,11 @@ def hook_that_fails_once(place: Place) -> tuple[int, list[str]]:
 
 
 def test_an_error_in_the_users_hook_comes_out_of_backward_as_it_is(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, place: Place
 ) -> None:
     """Nothing was released at that time, and nothing has changed: version 1 is completed at the
     end."""
-    for version, repeated_errors in ranks(2).run(
-        hook_that_fails_once, Place.under(tmp_path, shm_dir)
-    ):
+    for version, repeated_errors in pool.run(hook_that_fails_once, place):
         assert version == 1
         assert repeated_errors == []
 
@@ -307,12 +277,10 @@ def registered_in_both(place: Place) -> dict[str, list[Any]]:
     return told
 
 
-def test_it_registers_and_refuses_the_same_hooks_as_ddp(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_it_registers_and_refuses_the_same_hooks_as_ddp(pool: RankPool, place: Place) -> None:
     """The error comes at the same moment, also for a second hook; and the log has the user's
     hook."""
-    for told in ranks(2).run(registered_in_both, Place.under(tmp_path, shm_dir)):
+    for told in pool.run(registered_in_both, place):
         assert {name for name, (plain, ours) in told.items() if plain != ours} == set()
         assert told["nothing"] == ["", ""]
         assert told["a function"] == ["sum_of_clamped"] * 2
@@ -320,17 +288,16 @@ def test_it_registers_and_refuses_the_same_hooks_as_ddp(
 
 
 def given_beside_a_registered_one(place: Place) -> list[Any]:
-    """Give a hook to a second checkpointer, when the user, or only the first checkpointer, had set
-    one before; and a hook that DDP refuses."""
+    """Give a hook to a second checkpointer, when the user, in two ways, or only the first
+    checkpointer, had set one before; and a hook that DDP refuses."""
     outcomes: list[Any] = []
-    for given_before in (False, True):
+    for before in ("a function", "built in", "given"):
         job = make_job()
         hook = {"comm_hook": (None, default_hooks.allreduce_hook)}
-        first = attach(
-            job, Place(f"{place.path} {given_before}", place.shm), **(hook if given_before else {})
-        )
-        if not given_before:
-            job.model.register_comm_hook(None, comm_hooks.sum_of_clamped)
+        given = hook if before == "given" else {}
+        first = attach(job, Place(f"{place.path} {before}", place.shm), **given)
+        if before != "given":
+            REGISTERED[before](job.model)
         first.ckpt.abandon()
         try:
             attach(job, place, **hook).ckpt.abandon()
@@ -342,6 +309,6 @@ def given_beside_a_registered_one(place: Place) -> list[Any]:
     return outcomes
 
 
-def test_a_given_hook_replaces_no_registered_one(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    told = ranks(2).run(given_beside_a_registered_one, Place.under(tmp_path, shm_dir))
-    assert told == [[True, "allreduce_hook"]] * 2
+def test_a_given_hook_replaces_no_registered_one(pool: RankPool, place: Place) -> None:
+    told = pool.run(given_beside_a_registered_one, place)
+    assert told == [[True, True, "allreduce_hook"]] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.dist.ddp.test_barrier import blocks_released
 from tests.support import exact
+from tests.support.rank_pool import RankPool
 from tests.support.training import (
     WIDTH,
     Job,
@@ -53,13 +53,9 @@ def compiled_part(net: nn.Module) -> nn.Module:
     return net
 
 
-EAGER = ["compile(DDP(net)), eager", "DDP(compile(net)), eager"]
-PART = "DDP(net with a compiled part)"
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile(DDP(net)), eager": lambda net: compiled("eager")(wrap(net)),
-    "DDP(compile(net)), eager": lambda net: wrap(compiled("eager")(net)),
-    PART: lambda net: wrap(compiled_part(net)),
-    "compile(DDP(net)), aot_eager": lambda net: compiled("aot_eager")(wrap(net)),
+    "DDP(net with a compiled part)": lambda net: wrap(compiled_part(net)),
     "DDP(compile(net)), aot_eager": lambda net: wrap(compiled("aot_eager")(net)),
 }
 
@@ -78,12 +74,13 @@ def trained_with_and_without(way: str, place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("way", "size"), [*((way, 2) for way in WAYS), *((way, 3) for way in EAGER)]
+    ("way", "size"),
+    [("compile(DDP(net)), eager", 3), ("DDP(compile(net)), aot_eager", 2)],
 )
 def test_every_iteration_is_bit_for_bit_as_without(
-    way: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+    way: str, size: int, ranks: Any, place: Place
 ) -> None:
-    told = ranks(size).run(trained_with_and_without, way, Place.under(tmp_path, shm_dir))
+    told = ranks(size).run(trained_with_and_without, way, place)
     for found in told:
         assert found["complaints"] == []
         assert found["frames"] > 0, "something was compiled"
@@ -91,15 +88,12 @@ def test_every_iteration_is_bit_for_bit_as_without(
         assert found["course"] == found["plain"]
 
 
-def layers_released_by_backward(way: str, place: Place) -> tuple[int, int, int]:
-    return blocks_released(make_job(way), place)
+def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
+    return blocks_released(make_job("compile(DDP(net)), eager"), place)
 
 
-@pytest.mark.parametrize("way", EAGER)
-def test_layers_are_copied_while_their_gradients_are_reduced(
-    way: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(layers_released_by_backward, way, Place.under(tmp_path, shm_dir))
+def test_layers_are_copied_while_their_gradients_are_reduced(pool: RankPool, place: Place) -> None:
+    told = pool.run(layers_released_by_backward, place)
     for at_boundary, after_backward, striped in told:
         assert (at_boundary, after_backward) == (0, striped)
         assert striped > 0
@@ -111,9 +105,9 @@ def values_of(job: Job) -> str:
     return exact.digest(list(image.values()))
 
 
-def crossed(way: str, place: Place) -> tuple[int, bool, list[str]]:
+def crossed(place: Place) -> tuple[int, bool, list[str]]:
     """Restore the checkpoint of a compiled job in one not compiled."""
-    job = make_job(way)
+    job = make_job("DDP(net with a compiled part)")
     attached = attach(job, place)
     train(job, attached.ckpt, range(CRASH))
     before = values_of(job)
@@ -129,9 +123,6 @@ def crossed(way: str, place: Place) -> tuple[int, bool, list[str]]:
     return version, same, [e.text() for e in attached.events if e.severity > 20]
 
 
-@pytest.mark.parametrize("way", [*EAGER, PART])
-def test_a_compiled_job_restores_where_nothing_is_compiled(
-    way: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for told in ranks(2).run(crossed, way, Place.under(tmp_path, shm_dir)):
+def test_a_compiled_job_restores_where_nothing_is_compiled(pool: RankPool, place: Place) -> None:
+    for told in pool.run(crossed, place):
         assert told == (CRASH, True, [])

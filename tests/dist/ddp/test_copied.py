@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from tests.support.rank_pool import RankPool
 from tests.support.training import Job, Place, attach, make_job, train
 
 
@@ -58,12 +58,13 @@ def copied(way: str, boundary: str, place: Place) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("boundary", ["explicit", "forward"])
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize(
+    ("way", "boundary"), [("torch.save", "explicit"), ("copy.deepcopy", "forward")]
+)
 def test_a_copy_of_the_module_trains_by_itself(
-    way: str, boundary: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    way: str, boundary: str, pool: RankPool, place: Place
 ) -> None:
-    for told in ranks(2).run(copied, way, boundary, Place.under(tmp_path, shm_dir)):
+    for told in pool.run(copied, way, boundary, place):
         assert told["same"]
         assert told["by layer"]
         assert told["version"] == 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import tierckpt
+from tests.support.rank_pool import RankPool
 from tests.support.training import Job, Place, attach, make_job
 
 
@@ -62,8 +62,8 @@ def refused_and_not(place: Place) -> dict[str, Any]:
 
 
 def test_a_join_that_would_hang_or_divide_otherwise_is_refused(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, place: Place
 ) -> None:
-    told = ranks(2).run(refused_and_not, Place.under(tmp_path, shm_dir))
+    told = pool.run(refused_and_not, place)
     for rank, each in enumerate(told):
         assert each == {"thrown": 3, "closed": [3 + rank] * 4, "same": True}

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support import exact
-from tests.support.training import Job, Net, Place, attach, make_job, rank, sgd
+from tests.support.training import Job, Net, Place, attach, make_job, sgd
 
 many_buckets = {"bucket_cap_mb": 0.003}
 normed = partial(Net, norm=nn.BatchNorm1d)
@@ -33,13 +31,6 @@ def accumulate_over_iterations(job: Job, iteration: int) -> None:
     if iteration % 3 == 2:
         job.optimizer.step()
         job.optimizer.zero_grad()
-
-
-def clip(job: Job, iteration: int) -> None:
-    job.optimizer.zero_grad()
-    job.loss(iteration).backward()
-    nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
-    job.optimizer.step()
 
 
 def two_forwards(job: Job, iteration: int) -> None:
@@ -105,29 +96,22 @@ def keep_some(job: Job, iteration: int) -> None:
 
 views = {"gradient_as_bucket_view": True, **many_buckets}
 
-Loops = dict[str, tuple[Callable[[Job, int], None], dict[str, Any]]]
-
-LOOPS: Loops = {
-    "accumulation under no_sync": (accumulate, many_buckets),
-    "accumulation over iterations": (accumulate_over_iterations, many_buckets),
-    "clipping": (clip, {"gradient_as_bucket_view": True}),
-    "two forwards": (two_forwards, {"optimizer": sgd}),
-    "evaluation between steps": (evaluate_between, {"net": normed}),
-    "errors caught by the loop": (fail_and_continue, many_buckets),
-    "gradients rewritten": (rewrite_gradients, many_buckets),
+LOOPS: dict[str, tuple[int, Callable[[Job, int], None], dict[str, Any]]] = {
+    "two forwards": (2, two_forwards, {"optimizer": sgd}),
+    "evaluation between steps": (2, evaluate_between, {"net": normed}),
+    "errors caught by the loop": (2, fail_and_continue, many_buckets),
+    # DDP computes the mean in two ways, which differ if the world size is no power of two.
+    "accumulation under no_sync": (3, accumulate, views),
+    "accumulation over iterations": (3, accumulate_over_iterations, views),
+    "accumulation into what is kept": (3, accumulate_into_what_is_kept, views),
+    "some gradients kept": (3, keep_some, views),
+    "gradients rewritten": (3, rewrite_gradients, views),
 }
-# DDP computes the mean in two ways, which differ if the world size is no power of two.
-LOOPS_OF_THREE: Loops = {
-    "accumulation under no_sync": (accumulate, views),
-    "accumulation over iterations": (accumulate_over_iterations, views),
-    "accumulation into what is kept": (accumulate_into_what_is_kept, views),
-    "some gradients kept": (keep_some, views),
-    "gradients rewritten": (rewrite_gradients, views),
-}
+"""The number of ranks, the loop's body, and the options of the job."""
 
 
-def looped_with_and_without(name: str, size: int, place: Place) -> tuple[Any, ...]:
-    iterate, options = (LOOPS if size == 2 else LOOPS_OF_THREE)[name]
+def looped_with_and_without(name: str, place: Place) -> tuple[Any, ...]:
+    _, iterate, options = LOOPS[name]
     plain = make_job(**options)
     expected = {}
     for iteration in range(9):
@@ -160,58 +144,11 @@ def looped_with_and_without(name: str, size: int, place: Place) -> tuple[Any, ..
     return expected, course, int(restored), restored.version == version
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in LOOPS), *((name, 3) for name in LOOPS_OF_THREE)]
-)
-def test_the_loop_may_be_written_in_many_ways(
-    name: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    told = ranks(size).run(looped_with_and_without, name, size, place)
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loop_may_be_written_in_many_ways(name: str, ranks: Any, place: Place) -> None:
+    size, *_ = LOOPS[name]
+    told = ranks(size).run(looped_with_and_without, name, place)
     for expected, course, restored, is_newest in told:
         assert course == expected
         assert restored == 6
         assert is_newest
-
-
-def scaled(place: Place | None, iterations: range) -> tuple[Any, ...]:
-    """Mixed precision; in iterations 1 and 4 an overflow on rank 1 alone."""
-    job = make_job(net=normed, optimizer=sgd, seed=2 if iterations.start else 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    attached = attach(job, place, extra={"scaler": scaler}) if place else None
-    start = int(attached.ckpt.restore()) if attached and iterations.start else 0
-    course = {}
-    for iteration in range(start, iterations.stop):
-        job.optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = job.loss(iteration)
-        if iteration in (1, 4) and rank() == 1:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
-        scaler.step(job.optimizer)
-        scaler.update()
-        if attached:
-            attached.ckpt.step()
-        course[iteration + 1] = (job.digest(), exact.image(scaler.state_dict()))
-    version = attached.ckpt.version if attached else 0
-    if attached:
-        attached.ckpt.abandon()
-    return course, start, version
-
-
-def scaled_with_and_without(place: Place) -> tuple[Any, ...]:
-    expected, _, _ = scaled(None, range(8))
-    course, _, version = scaled(place, range(6))
-    resumed, start, _ = scaled(place, range(6, 8))
-    return expected, {**course, **resumed}, start, version
-
-
-def test_steps_skipped_by_the_gradient_scaler_are_no_versions(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(scaled_with_and_without, Place.under(tmp_path, shm_dir))
-    for expected, course, start, version in told:
-        assert course == expected
-        assert version == 6 - 2
-        # Version 4 was still being copied at the end, and is completed.
-        assert start == 6

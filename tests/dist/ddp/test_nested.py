@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_ckpt
 import tierckpt
 from tests.support import exact
-from tests.support.rank_pool import GLOO, HOROVODRUN
+from tests.support.rank_pool import RankPool
 from tests.support.training import (
     ROWS,
     WIDTH,
@@ -27,12 +26,10 @@ from tests.support.training import (
     Place,
     attach,
     crash_after,
-    horovod,
     only_layers_release,
     rank,
     through_a_crash,
     train,
-    under_horovod,
 )
 
 CRASH = 4
@@ -88,8 +85,7 @@ class Gan(Job):
         self.d.requires_grad_(True)
 
     def _zero_grad(self, which: int) -> None:
-        kept = {"set_to_none": False} if self.keeps_gradients else {}  # not accepted by Horovod
-        self.optimizers[which].zero_grad(**kept)
+        self.optimizers[which].zero_grad(set_to_none=not self.keeps_gradients)
 
     def iterate(self, iteration: int) -> str:
         self.backward_d(iteration)
@@ -105,18 +101,8 @@ def make_gan(seed: int = 1, freezes: bool = True, keeps: bool = False, **ddp: An
     nets = {"g": Generator(), "d": Net()}
     torch.manual_seed(1000 * seed + rank())
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in nets.values()]
-    if under_horovod():
-        hvd = horovod()
-        # As in docs/loops.md.
-        optimizers = [
-            hvd.DistributedOptimizer(each, nets[name].named_parameters(name))
-            for name, each in zip("gd", optimizers, strict=True)
-        ]
-    else:
-        nets = {name: DistributedDataParallel(net, **ddp) for name, net in nets.items()}
-    adapter = "horovod_ckpt" if under_horovod() else "ddp_ckpt"
-    both = nn.ModuleDict(nets)
-    return Gan(both, optimizers, adapter=adapter, keeps_gradients=keeps, freezes=freezes)
+    both = nn.ModuleDict({n: DistributedDataParallel(net, **ddp) for n, net in nets.items()})
+    return Gan(both, optimizers, keeps_gradients=keeps, freezes=freezes)
 
 
 def attach_gan(gan: Gan, place: Place, **settings: Any) -> Attached:
@@ -134,34 +120,31 @@ def course_of(gan: Gan, iterations: range) -> dict[int, str]:
 # --- a GAN ---------------------------------------------------------------------------------------
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "many buckets": many_buckets,
-    "gradients of both in one pass": {"freezes": False, **many_buckets},
-    "gradients that stay views of buckets": {
-        "freezes": False,
-        "keeps": True,
-        "gradient_as_bucket_view": True,
-        **many_buckets,
-    },
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (2, {}),
+    "gradients of both in one pass": (3, {"freezes": False, **many_buckets}),
+    "gradients that stay views of buckets": (
+        3,
+        {"freezes": False, "keeps": True, "gradient_as_bucket_view": True, **many_buckets},
+    ),
 }
+"""The number of ranks, and the options."""
 
 
 def trained_with_and_without(variant: str, place: Place) -> dict[str, Any]:
-    options = VARIANTS[variant]
+    _, options = VARIANTS[variant]
     return through_a_crash(
         lambda seed: make_gan(**options, seed=seed), place, CRASH, END, attach_gan
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_networks_that_take_turns_resume_to_the_bit(
-    variant: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+    variant: str, ranks: Any, place: Place
 ) -> None:
     """With three ranks that needs the buckets of each network, and the same way to compute
     means."""
-    place = Place.under(tmp_path, shm_dir)
+    place, (size, _) = place, VARIANTS[variant]
     for told in ranks(size).run(trained_with_and_without, variant, place):
         assert told["complaints"] == []
         assert [text for text in told["said"] if "communication hook" in text] == []
@@ -208,9 +191,9 @@ def released_by_each_backward(place: Place) -> list[dict[str, bool]]:
 
 
 def test_layers_of_each_are_copied_while_its_gradients_are_reduced(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, place: Place
 ) -> None:
-    for told in ranks(2).run(released_by_each_backward, Place.under(tmp_path, shm_dir)):
+    for told in pool.run(released_by_each_backward, place):
         assert told == [
             {"g": False, "d": False},
             {"g": False, "d": True},
@@ -218,49 +201,7 @@ def test_layers_of_each_are_copied_while_its_gradients_are_reduced(
         ]
 
 
-# --- names, and the other library ----------------------------------------------------------------
-
-
-def values(gan: Gan) -> str:
-    """The values that are equal on all ranks, independent of the names that wrappers give."""
-    return exact.digest(list(gan.replicated().values()))
-
-
-def leave_behind(place: Place) -> tuple[str, str, list[str]]:
-    gan = make_gan()
-    ckpt = attach_gan(gan, place, local_every_steps=1000).ckpt
-    train(gan, ckpt, range(CRASH))
-    ckpt.save(now=True)
-    names = [name for name, _, _ in ckpt._state.entries(ckpt._state.walk())]
-    names += [name for name, _ in ckpt._state.buffer_entries(ckpt._state.walk())]
-    ckpt.abandon()
-    return values(gan), exact.digest(list(exact.buffers(gan.bare).values())), names
-
-
-def take_up(place: Place) -> tuple[Any, ...]:
-    gan = make_gan(seed=2)
-    attached = attach_gan(gan, place)
-    restored = attached.ckpt.restore()
-    told = values(gan), exact.digest(list(exact.buffers(gan.bare).values()))
-    train(gan, attached.ckpt, range(restored, END))
-    attached.ckpt.abandon()
-    repeated_errors = [e.text() for e in attached.events if e.severity > 20]
-    return (*told, restored.version, values(gan), repeated_errors)
-
-
-@pytest.mark.parametrize(("before", "now"), [(GLOO, HOROVODRUN), (HOROVODRUN, GLOO)])
-def test_a_gan_crosses_from_one_library_to_the_other(
-    before: str, now: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    made = ranks(2, before).run(leave_behind, Place.under(tmp_path, shm_dir))
-    shutil.rmtree(next(shm_dir.iterdir()))
-    told = ranks(2, now).run(take_up, Place.under(tmp_path, shm_dir))
-    assert all("model/g.module.0.weight" in names for _, _, names in made)
-    assert all("model/g.body.0.weight" in names for _, _, names in made)
-    for (whole, own, _), found in zip(made, told, strict=True):
-        assert found[:3] == (whole, own, CRASH)
-        assert found[4] == []
-    assert told[0][3] == told[1][3], "and training continues alike on both"
+# --- names ---------------------------------------------------------------------------------------
 
 
 class Named(nn.Module):
@@ -287,37 +228,13 @@ def names_here() -> list[list[str]]:
     ]
 
 
-def test_names_are_those_without_ddp_wherever_it_is(ranks: Any) -> None:
-    for plain, nested, both, own, bare in ranks(2).run(names_here):
+def test_names_are_those_without_ddp_wherever_it_is(pool: RankPool) -> None:
+    for plain, nested, both, own, bare in pool.run(names_here):
         assert plain == both
         assert nested == [name.replace("/", "/net.", 1) for name in plain]
         assert "model/body.0.weight" in plain
         assert "buffer/body.3.running_mean" in plain
         assert own == [name.replace("/net.", "/net.module.", 1) for name in bare]
-
-
-def restored_under_another_name(place: Place) -> str:
-    """The network was in the user's module as `module`, and is now in DDP."""
-    job = Job(nn.ModuleDict({"net": Named()}), [])
-    job.optimizers = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
-    attached = attach(job, place)
-    for _ in range(2):
-        job.optimizer.step()
-        attached.ckpt.step()
-    attached.ckpt.abandon()
-    job = Job(nn.ModuleDict({"net": DistributedDataParallel(Net())}), [])
-    job.optimizers = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
-    attached = attach(job, place)
-    with pytest.raises(tierckpt.StateMismatchError) as caught:
-        attached.ckpt.restore()
-    attached.ckpt.abandon()
-    return str(caught.value)
-
-
-def test_other_names_are_refused_and_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    for text in ranks(2).run(restored_under_another_name, Place.under(tmp_path, shm_dir)):
-        assert "model/net.module.head.weight" in text
-        assert "model/net.head.weight" in text
 
 
 # --- hooks, groups -------------------------------------------------------------------------------
@@ -349,11 +266,8 @@ def trained_with_hooks(place: Place) -> tuple[Any, ...]:
     return expected, course, [e.text() for e in first.events + second.events if e.severity > 20]
 
 
-def test_each_may_have_a_hook_that_remembers_something(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for expected, course, repeated_errors in ranks(2).run(trained_with_hooks, place):
+def test_each_may_have_a_hook_that_remembers_something(pool: RankPool, place: Place) -> None:
+    for expected, course, repeated_errors in pool.run(trained_with_hooks, place):
         assert course == expected
         assert repeated_errors == []
 
@@ -372,10 +286,8 @@ def refused(place: Place) -> tuple[str, str, list[Path]]:
     return str(one_hook.value), str(other_ranks.value), left
 
 
-def test_one_hook_for_several_and_several_groups_are_refused(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(refused, Place.under(tmp_path, shm_dir))
+def test_one_hook_for_several_and_several_groups_are_refused(pool: RankPool, place: Place) -> None:
+    told = pool.run(refused, place)
     for one_hook, other_ranks, left in told:
         assert "several DDP modules (g, d)" in one_hook
         assert "register_comm_hook" in one_hook
@@ -404,7 +316,5 @@ def groups_of_the_same_ranks(place: Place) -> int:
     return version
 
 
-def test_groups_may_be_several_if_their_ranks_are_the_same(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    assert ranks(2).run(groups_of_the_same_ranks, Place.under(tmp_path, shm_dir)) == [2, 2]
+def test_groups_may_be_several_if_their_ranks_are_the_same(pool: RankPool, place: Place) -> None:
+    assert pool.run(groups_of_the_same_ranks, place) == [2, 2]

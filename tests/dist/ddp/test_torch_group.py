@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from ddp_ckpt.checkpointer import SHARED_STORE
 from ddp_ckpt.torch_group import BROADCAST_COST_BYTES, TorchGroup
+from tests.support.rank_pool import RankPool
 from tests.support.training import Place, attach, make_job
 from tierckpt.testing import GroupConformance, Program
 
@@ -27,6 +27,8 @@ def with_group(program: Program) -> Any:
 
 
 class TestTorchGroup(GroupConformance):
+    sizes = (1, 3)
+
     @pytest.fixture(autouse=True)
     def use_pools(self, ranks: Any) -> None:
         self.ranks = ranks
@@ -50,9 +52,9 @@ def limits(hours: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("given", "ours"), [(3, 3), (0.01, 0.5)])
-def test_it_is_as_patient_as_the_training(given: float, ours: float, ranks: Any) -> None:
+def test_it_is_as_patient_as_the_training(given: float, ours: float, pool: RankPool) -> None:
     """While rank 0 evaluates for an hour, the votes of the others are in progress."""
-    assert ranks(2).run(limits, given) == [[given, ours]] * 2
+    assert pool.run(limits, given) == [[given, ours]] * 2
 
 
 def one_has_much_to_say() -> tuple[bool, int]:
@@ -96,8 +98,8 @@ def told_at_attach(place: Place, restarts: str) -> list[str]:
 
 @pytest.mark.parametrize("restarts", ["0", "3"])
 def test_restarts_that_may_not_meet_are_warned_of_once(
-    restarts: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    restarts: str, pool: RankPool, place: Place
 ) -> None:
-    first, second = ranks(2).run(told_at_attach, Place.under(tmp_path, shm_dir), restarts)
+    first, second = pool.run(told_at_attach, place, restarts)
     assert first == ([SHARED_STORE] if restarts == "3" else [])
     assert second == []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.support.training import Job, Place, attach, course_of, make_job, no_boundary
+from tests.support.training import Job, Place, make_job, through_a_crash
 
 CRASH = 4
 END = 7
@@ -19,9 +18,8 @@ END = 7
 many_buckets = {"bucket_cap_mb": 0.003}
 
 
-def noisy_job(seed: int = 1) -> tuple[Job, Counter[str]]:
+def noisy_job(seed: int, calls: Counter[str]) -> Job:
     """A job with hooks that draw from every random stream, and count their calls."""
-    calls: Counter[str] = Counter()
     job = make_job(seed=seed, **many_buckets)
 
     def noise(gradient: torch.Tensor) -> torch.Tensor:
@@ -42,30 +40,27 @@ def noisy_job(seed: int = 1) -> tuple[Job, Counter[str]]:
         node.register_prehook(lambda gradients: torch.rand(1) and None)
     random.seed(1000 * seed + dist.get_rank())
     np.random.seed(1000 * seed + dist.get_rank())
-    return job, calls
+    return job
 
 
 def trained_with_noise(place: Place) -> dict[str, Any]:
-    job, _ = noisy_job()
-    plain = course_of(job, range(END), no_boundary)
-    job, _ = noisy_job()
-    first = attach(job, place)
-    course = course_of(job, range(CRASH), first.ckpt.step)
-    first.ckpt.abandon()
-    job, calls = noisy_job(seed=2)
-    second = attach(job, place)
-    restored = second.ckpt.restore()
-    heard = dict(calls)
-    course.update(course_of(job, range(restored, END), second.ckpt.step))
-    second.ckpt.abandon()
-    return {"plain": plain, "course": course, "restored": int(restored), "heard": heard}
+    """And the calls of the hooks in the continued job, for each parameter."""
+    calls: Counter[str] = Counter()
+
+    def make(seed: int) -> Job:
+        calls.clear()
+        return noisy_job(seed, calls)
+
+    told = through_a_crash(make, place, CRASH, END)
+    layers = len(list(make_job().bare.parameters()))
+    return {**told, "heard": {name: count / layers for name, count in calls.items()}}
 
 
 def test_hooks_on_parameters_receive_only_the_gradients_of_training(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, place: Place
 ) -> None:
     """Three ranks: DDP gets its buckets by a simulated pass."""
-    for told in ranks(3).run(trained_with_noise, Place.under(tmp_path, shm_dir)):
-        assert told["restored"] == CRASH
-        assert told["heard"] == {}
+    for told in ranks(3).run(trained_with_noise, place):
+        assert told["restored"] == (CRASH, {"memory": 3})
+        assert told["heard"] == {"noise": END - CRASH, "shrink": END - CRASH}
         assert told["course"] == told["plain"]

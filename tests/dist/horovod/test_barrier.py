@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ import tierckpt
 from tests.dist.horovod.test_training import VARIANTS, clip
 from tests.support import exact
 from tests.support.late_copies import before_blocks
-from tests.support.rank_pool import HOROVODRUN
+from tests.support.rank_pool import RankPool
 from tests.support.training import (
     HorovodJob,
     Place,
@@ -66,16 +64,14 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
     return [(count, striped) for count in held]
 
 
-WHOLLY = ["default", "groups", "lists of groups", "fp16 compression", "several optimizers"]
-
-
-@pytest.mark.parametrize("name", [*WHOLLY, "two backward passes"])
+@pytest.mark.parametrize(
+    "name", ["default", "lists of groups", "several optimizers", "two backward passes"]
+)
 def test_layers_are_copied_while_their_gradients_are_reduced(
-    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    name: str, pool: RankPool, place: Place
 ) -> None:
     """The version is sealed before the step; with accumulation, in the last pass."""
-    place = Place.under(tmp_path, shm_dir)
-    check_released(name, ranks(2, HOROVODRUN).run(layers_released_by_backward, name, place))
+    check_released(name, pool.run(layers_released_by_backward, name, place))
 
 
 def check_released(name: str, told: list[list[tuple[int, int]]]) -> None:
@@ -163,8 +159,23 @@ def in_a_closure(job: HorovodJob, iteration: int, seen: Callable[[], None] = lam
     return job.gradients()
 
 
+def with_a_hook(job: HorovodJob, iteration: int) -> str:
+    """A script's own pre-hook changes weights; Horovod's step calls it before it waits for the
+    reductions."""
+
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.9)
+
+    if iteration == 0:
+        job.optimizer.register_step_pre_hook(decay)
+    return job.iterate(iteration)
+
+
 LOOPS = {
     "outer and inner step": HorovodJob.iterate,
+    "with a hook before the step": with_a_hook,
     "synchronized before": clip,
     "in a closure": in_a_closure,
 }
@@ -182,67 +193,29 @@ def overlaps_in_a_closure(place: Place) -> list[bool]:
     return overlaps
 
 
-def test_a_closures_passes_come_before_the_barrier(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2, HOROVODRUN).run(overlaps_in_a_closure, Place.under(tmp_path, shm_dir))
+def test_a_closures_passes_come_before_the_barrier(pool: RankPool, place: Place) -> None:
+    told = pool.run(overlaps_in_a_closure, place)
     assert told == [[False, True, True]] * 2
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_no_weight_changes_before_it_is_copied(
-    loop: Any, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for version, torn in ranks(2, HOROVODRUN).run(restored_from_late_copies, loop, intact, place):
+def test_no_weight_changes_before_it_is_copied(loop: Any, pool: RankPool, place: Place) -> None:
+    for version, torn in pool.run(restored_from_late_copies, loop, intact, place):
         assert (version, torn) == (3, [])
 
 
-@pytest.mark.parametrize("breakage", [no_barrier, never_the_last_chance])
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize(
+    ("loop", "breakage"),
+    [(LOOPS["synchronized before"], no_barrier), (LOOPS["in a closure"], never_the_last_chance)],
+)
 def test_it_is_the_barrier_that_keeps_the_optimizer_off(
-    loop: Any, breakage: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+    loop: Any, breakage: Any, pool: RankPool, place: Place
 ) -> None:
     """The control of the test above."""
-    place = Place.under(tmp_path, shm_dir)
-    told = ranks(2, HOROVODRUN).run(restored_from_late_copies, loop, breakage, place)
+    told = pool.run(restored_from_late_copies, loop, breakage, place)
     for version, torn in told:
         assert version == 3
         assert torn
-
-
-def hook_before_the_step(place: Place, release: str) -> tuple[int, list[str]]:
-    """A script's own pre-hook, which Horovod's step calls before it waits for the reductions."""
-
-    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.data.mul_(0.9)
-
-    with pytest.MonkeyPatch.context() as patch, copies_held_back(patch) as may_copy:
-        job = make_horovod_job(optimizer=silent)
-        attached = attach(job, place, release=release)
-        job.optimizer.register_step_pre_hook(decay)
-        for iteration in range(3):
-            job.iterate(iteration)
-            attached.ckpt.step()
-        expected = job.replicated()
-        may_copy.clear()
-        job.iterate(3)
-        attached.ckpt.abandon()
-    job = make_horovod_job(optimizer=silent, seed=2)
-    again = attach(job, place).ckpt
-    restored = again.restore()
-    again.abandon()
-    return int(restored), exact.differences(expected, job.replicated())
-
-
-@pytest.mark.parametrize("release", ["forward", "backward"])
-def test_hooks_of_others_run_after_the_barrier(
-    release: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2, HOROVODRUN).run(hook_before_the_step, place, release) == [(3, [])] * 2
 
 
 # --- interrupted iterations ----------------------------------------------------------------------
@@ -367,7 +340,13 @@ def trained_after(cut: str, name: str, place: Place) -> dict[str, Any]:
 
 
 CUT_SHORT = [
-    *product(["default", "groups", "unused parameters", "sparse and dense"], CUTS),
+    ("default", "before_the_step_of_rank_0"),
+    ("default", "inside_the_step"),
+    ("groups", "in_the_backward_of_rank_0"),
+    ("groups", "before_the_forward_of_rank_0"),
+    ("unused parameters", "before_the_step"),
+    ("unused parameters", "in_the_backward_of_rank_0"),
+    ("sparse and dense", "before_the_forward_of_rank_0"),
     ("sparse as dense", "before_the_forward_of_rank_0"),
 ]
 
@@ -386,15 +365,14 @@ def check_trained(told: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("name", "cut"), CUT_SHORT)
 def test_training_continues_from_a_restore_after_an_iteration_cut_short(
-    name: str, cut: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    name: str, cut: str, pool: RankPool, place: Place
 ) -> None:
     """From the version that was being copied, if the copier was fast; else from the one before.
 
     Horovod keeps none of the reductions that a rank had launched in the interrupted iteration, and
     no rank keeps gradients of it.
     """
-    pool = ranks(2, HOROVODRUN)
-    check_trained(pool.run(trained_after, cut, name, Place.under(tmp_path, shm_dir)))
+    check_trained(pool.run(trained_after, cut, name, place))
 
 
 def trained_with_another_checkpointer(
@@ -430,11 +408,10 @@ def trained_with_another_checkpointer(
     ],
 )
 def test_another_checkpointer_may_take_over_an_interrupted_restore(
-    cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+    cut: Any, anew: bool, pool: RankPool, place: Place
 ) -> None:
     """After a restart of Horovod no rank waits for reductions of the earlier run."""
-    place = Place.under(tmp_path, shm_dir)
-    one, other = ranks(2, HOROVODRUN).run(trained_with_another_checkpointer, place, cut, anew)
+    one, other = pool.run(trained_with_another_checkpointer, place, cut, anew)
     assert one == other
     assert one[0] == 3
 
@@ -456,9 +433,7 @@ def closed_after_a_step_cut_short(place: Place) -> tuple[int, list[str], int]:
     return int(restored), [e.text() for e in attached.events if e.severity > 30], version
 
 
-def test_a_restore_ends_the_step_that_an_exception_left(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_restore_ends_the_step_that_an_exception_left(pool: RankPool, place: Place) -> None:
     """Otherwise no final checkpoint could be taken any more."""
-    told = ranks(2, HOROVODRUN).run(closed_after_a_step_cut_short, Place.under(tmp_path, shm_dir))
+    told = pool.run(closed_after_a_step_cut_short, place)
     assert told == [(4, [], 5)] * 2

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support import exact
 from tests.support.elastic_script import Script, distributed, elastic
-from tests.support.rank_pool import GLOO, HOROVODRUN
+from tests.support.rank_pool import GLOO, RankPool
 from tests.support.training import Net, Place, attach, make_horovod_job, make_job, under_horovod
 
 VERSION = 3
@@ -100,14 +100,12 @@ def plain_takes_up(place: Place) -> tuple[str, int, list[str]]:
     return told, int(restored), said
 
 
-@pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
 def test_an_elastic_job_continues_where_another_was(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, pool: RankPool, place: Place
 ) -> None:
     """Its plain values stay, which is reported once."""
-    place = Place.under(tmp_path, shm_dir)
-    made = ranks(2, kind).run(plain_leaves, place)
-    first, second = ranks(2, HOROVODRUN).run(elastic_takes_up, place, {"epoch": 5})
+    made = ranks(2, GLOO).run(plain_leaves, place)
+    first, second = pool.run(elastic_takes_up, place, {"epoch": 5})
     for told in (first, second):
         assert told[:5] == (made[0], VERSION, 7, {"epoch": 5}, False)
     (said,) = first[5]
@@ -116,23 +114,17 @@ def test_an_elastic_job_continues_where_another_was(
     assert second[5] == []
 
 
-@pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
-def test_another_job_continues_where_an_elastic_one_was(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    made = ranks(2, HOROVODRUN).run(elastic_leaves, place, {"epoch": 0})
-    first, second = ranks(2, kind).run(plain_takes_up, place)
+def test_another_job_continues_where_an_elastic_one_was(pool: RankPool, place: Place) -> None:
+    made = pool.run(elastic_leaves, place, {"epoch": 0})
+    first, second = pool.run(plain_takes_up, place)
     assert first[:2] == second[:2] == (made[0], VERSION)
     (said,) = first[2]
     assert f"of iteration {VERSION}, are not loaded (batch, epoch): this job is not elastic" in said
     assert second[2] == []
 
 
-def test_values_come_and_go_with_the_script(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_values_come_and_go_with_the_script(pool: RankPool, place: Place) -> None:
     """Values that only one side has are reported; the others are restored."""
-    place = Place.under(tmp_path, shm_dir)
-    pool = ranks(2, HOROVODRUN)
     made = pool.run(elastic_leaves, place, {"seen": [1]})
     first, second = pool.run(elastic_takes_up, place, {"epoch": 5})
     for told in (first, second):
@@ -145,10 +137,9 @@ def test_values_come_and_go_with_the_script(ranks: Any, tmp_path: Path, shm_dir:
 
 
 def test_an_elastic_job_starts_from_another_ones_version(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    tmp_path: Path, shm_dir: Path, pool: RankPool
 ) -> None:
     source, fork = tmp_path / "source", Place(str(tmp_path / "fork"), str(shm_dir))
-    pool = ranks(2, HOROVODRUN)
     made = pool.run(elastic_leaves, Place(str(source), str(shm_dir)), {"epoch": 0})
     for told in pool.run(elastic_forks, fork, f"{source}@v{VERSION}"):
         assert told == (made[0], VERSION, VERSION, {"epoch": 0}, False, [])

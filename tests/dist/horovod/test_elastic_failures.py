@@ -16,8 +16,8 @@ import pytest
 
 import tierckpt
 from tests.support import exact
-from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
-from tests.support.rank_pool import HOROVODRUN
+from tests.support.elastic_script import BATCHES, Script, failure, lose
+from tests.support.rank_pool import RankPool
 from tests.support.training import Place, horovod, rank
 from tierckpt.coordination import ErrorBarrier
 from tierckpt.restore import VerifiedVersion, session, verification
@@ -207,35 +207,33 @@ def unseen(place: Place) -> None:
         script.start()  # without a live state this is no fresh start
 
 
-def test_a_lost_node_is_made_again_by_its_peer(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    place = in_memory(tmp_path, shm_dir)
+def test_a_lost_node_is_made_again_by_its_peer(
+    tmp_path: Path, pool: RankPool, losable: Place
+) -> None:
     path = str(tmp_path / "{node}" / "ckpts")
-    ranks(2, HOROVODRUN).run(a_node_is_lost, Place(path, place.shm))
+    pool.run(a_node_is_lost, Place(path, losable.shm))
 
 
-def test_a_rank_is_lost_while_all_load(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_a_rank_is_lost_while_all_load(pool: RankPool, losable: Place) -> None:
     """A partly loaded state is loaded again, or refused: no step is made from it."""
-    place = in_memory(tmp_path, shm_dir)
-    ranks(2, HOROVODRUN).run(torn_everywhere, place)
+    pool.run(torn_everywhere, losable)
 
 
 @pytest.mark.parametrize("sound", SOUND)
-def test_a_sound_state_wins_over_a_torn_one(
-    sound: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_sound_state_wins_over_a_torn_one(sound: str, pool: RankPool, losable: Place) -> None:
     """Rank 0 is stopped before it has changed anything, or after the last byte."""
-    one, other = ranks(2, HOROVODRUN).run(torn_on_one, in_memory(tmp_path, shm_dir), sound)
+    one, other = pool.run(torn_on_one, losable, sound)
     assert one[0] == one[1] == other[1] != other[0]
 
 
-def test_a_rank_is_lost_while_it_sends(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    ranks(2, HOROVODRUN).run(torn_by_a_broadcast, in_memory(tmp_path, shm_dir))
+def test_a_rank_is_lost_while_it_sends(pool: RankPool, losable: Place) -> None:
+    pool.run(torn_by_a_broadcast, losable)
 
 
 def test_a_live_state_wins_over_versions_that_cannot_be_seen(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, losable: Place
 ) -> None:
-    ranks(2, HOROVODRUN).run(unseen, in_memory(tmp_path, shm_dir))
+    pool.run(unseen, losable)
 
 
 # --- how far back it goes ------------------------------------------------------------------------
@@ -256,11 +254,8 @@ def skips(version: int, agreed: Any) -> Any:
     return importlib.import_module("tierckpt.core.decisions").Decision()
 
 
-def test_going_back_farther_than_the_last_commit_is_reported(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2, HOROVODRUN).run(going_back_past_a_skip, place) == [(2, True)] * 2
+def test_going_back_farther_than_the_last_commit_is_reported(pool: RankPool, place: Place) -> None:
+    assert pool.run(going_back_past_a_skip, place) == [(2, True)] * 2
 
 
 def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
@@ -282,10 +277,9 @@ def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
     return found
 
 
-def test_going_back_at_a_failure_is_reported(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_going_back_at_a_failure_is_reported(pool: RankPool, place: Place) -> None:
     """By one rank; as a warning if commits are lost."""
-    place = Place.under(tmp_path, shm_dir)
-    told, other = ranks(2, HOROVODRUN).run(going_back_at_a_failure, place)
+    told, other = pool.run(going_back_at_a_failure, place)
     ((said,), (warned,), nothing) = told
     assert said == (logging.INFO, "the job goes back to v2 from v3")
     assert warned[0] == logging.WARNING

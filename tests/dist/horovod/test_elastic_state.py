@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tests.support.elastic_script import (
     distributed,
     start_again,
 )
-from tests.support.rank_pool import HOROVODRUN
+from tests.support.rank_pool import RankPool
 from tests.support.training import Place, batch, rank
 from tierckpt.hooks import STEPS_UNTIL_CALL
 from tierckpt.snapshot import snapshot
@@ -83,10 +82,11 @@ def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
     return digests, levels
 
 
-def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_restore_goes_back_to_the_last_commit(
+    tmp_path: Path, shm_dir: Path, pool: RankPool
+) -> None:
     """A script calls it at any point of an iteration; and the job continues as if nothing had
     happened."""
-    pool = ranks(2, HOROVODRUN)
     undisturbed = pool.run(course, Place.under(tmp_path / "undisturbed", shm_dir), False)
     told = pool.run(course, Place.under(tmp_path / "disturbed", shm_dir), True)
     assert [digests for digests, _ in told] == [digests for digests, _ in undisturbed]
@@ -95,17 +95,7 @@ def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_di
     assert list(shm_dir.rglob("*")) == []
 
 
-def in_place(model: nn.Module) -> None:
-    model.load_state_dict({n: torch.full_like(t, 7) for n, t in model.state_dict().items()})
-
-
-def through_data(model: nn.Module) -> None:
-    """Change weights through `.data`, which changes no version counter."""
-    for param in model.parameters():
-        param.data.fill_(7)
-
-
-def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[Any]:
+def overwritten(place: Place) -> list[Any]:
     """The loop changes weights right after a commit (the first one and two later ones), and goes
     back. Returns the version, and whether its state is that of the commit."""
     told: list[Any] = []
@@ -115,32 +105,32 @@ def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[An
         for batches in (1, 3, 2):
             goal = script.state.batch + batches
             digests = script.train_to(goal)
-            if batches == 2 and overwrite is through_data:
-                script.state.checkpointer.complete()  # as its documentation requires
-            overwrite(script.state.model)
+            model = script.state.model
+            model.load_state_dict({n: torch.full_like(t, 7) for n, t in model.state_dict().items()})
             script.state.restore()
             at = script.state.batch
             told.append((goal - at, script.digests() == digests[at]))
-            if batches == 3 and overwrite is through_data:
-                told.pop()  # it cannot be noticed
-                script.train_to(at + 1)
         errors = [
             e.message for e in script.told if "weights were changed after commit()" in e.text()
         ]
+        at = script.state.batch + 1
+        digests = script.train_to(at)
+        script.state.checkpointer.complete()  # as its documentation requires for `.data`
+        for param in script.state.model.parameters():
+            param.data.fill_(7)
+        script.state.restore()
+        told.append((at - script.state.batch, script.digests() == digests[at]))
         script.end()
     return [told, len(errors)]
 
 
-@pytest.mark.parametrize("overwrite", [in_place, through_data])
 def test_weights_that_are_changed_after_a_commit_are_those_of_the_commit(
-    overwrite: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, place: Place
 ) -> None:
     """Otherwise the commit is lost, with an error, and the previous one is restored; then commits
     wait."""
-    place = Place.under(tmp_path, shm_dir)
-    noticed = [[(0, True), (1, True), (0, True)], 1]
-    expected = noticed if overwrite is in_place else [[(0, True), (0, True)], 0]
-    assert ranks(2, HOROVODRUN).run(overwritten, place, overwrite) == [expected] * 2
+    told = pool.run(overwritten, place)
+    assert told == [[[(0, True), (1, True), (0, True), (0, True)], 1]] * 2
 
 
 def gradients_behind(place: Place) -> list[int]:
@@ -160,21 +150,18 @@ def gradients_behind(place: Place) -> list[int]:
     return left
 
 
-def test_no_gradient_of_an_iteration_cut_short_is_left(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_no_gradient_of_an_iteration_cut_short_is_left(pool: RankPool, place: Place) -> None:
     """A loop that clears gradients after its steps would add to them, on the remaining ranks."""
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2, HOROVODRUN).run(gradients_behind, place) == [[0, 0, 0]] * 2
+    assert pool.run(gradients_behind, place) == [[0, 0, 0]] * 2
 
 
 # --- several models ------------------------------------------------------------------------------
 
 
-def adversaries(named: bool, place: Place) -> tuple[Any, Any, Any]:
+def adversaries(place: Place) -> tuple[Any, Any, Any]:
     """Digests of an undisturbed course, of one with a restart with all objects new; and the bits of
     the ranks if the second is new and the first has the live state."""
-    make = partial(Adversaries, named, place)
+    make = partial(Adversaries, False, place)
     script = make(seed=1).start()
     undisturbed = script.train_to(BATCHES)
     script.end()
@@ -197,11 +184,8 @@ def adversaries(named: bool, place: Place) -> tuple[Any, Any, Any]:
     return undisturbed, found, (live, joined)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_models_and_optimizers_of_any_name(
-    named: bool, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2, HOROVODRUN).run(adversaries, named, Place.under(tmp_path, shm_dir))
+def test_models_and_optimizers_of_any_name(pool: RankPool, place: Place) -> None:
+    told = pool.run(adversaries, place)
     for undisturbed, found, _ in told:
         assert found == undisturbed
     assert len({bits for _, _, bits in told for bits in bits}) == 1
@@ -211,11 +195,7 @@ def test_models_and_optimizers_of_any_name(
 
 
 class Accumulating(Script):
-    """Two backward passes per step; commits at the points that `due` gives."""
-
-    def __init__(self, due: Callable[[int], bool], place: Place, seed: int) -> None:
-        super().__init__(place, seed)
-        self.due = due
+    """Two backward passes per step, and a commit after the first."""
 
     def distribute(self, model: nn.Module) -> Any:
         return distributed(model, "", backward_passes_per_step=2)
@@ -223,54 +203,32 @@ class Accumulating(Script):
     def train_to(self, end: int) -> dict[int, dict[str, str]]:
         state = self.state
         while state.batch < end:
-            if state.batch % 2 == 0:
-                state.optimizer.zero_grad()
-            state.model(batch(state.batch)).square().mean().backward()
-            state.batch += 1
-            if state.batch % 2 == 0:
-                state.optimizer.step()
-            if self.due(state.batch):
-                state.commit()
-        return {end: self.digests()}
+            state.optimizer.zero_grad()
+            for _ in range(2):
+                state.model(batch(state.batch)).square().mean().backward()
+                state.batch += 1
+                if state.batch % 2 == 1:
+                    state.commit()
+            state.optimizer.step()
+        return {}
 
 
-def every_third(batch: int) -> bool:
-    return batch % 3 == 0
-
-
-def odd(batch: int) -> bool:
-    return batch % 2 == 1
-
-
-def between_passes(place: Place) -> tuple[bool, int, list[int]]:
-    """Whether a course with a failure after batch 9 ends as one without; the point where it
-    continued; and the number of commits, none of which can be taken, that are reported."""
-    script = Accumulating(every_third, place, seed=1).start()
-    undisturbed = script.train_to(12)
-    script.end()
-    script = Accumulating(every_third, place, seed=1).start()
-    script.train_to(9)
-    script.fail()
-    script = Accumulating(every_third, place, seed=2).start(seed=200)
-    started = script.state.batch
-    same = script.train_to(12) == undisturbed
-    script.end()
-    script = Accumulating(odd, place, seed=1).start()
+def between_passes(place: Place) -> list[int]:
+    """The number of reports of such commits after 16, 18 and 40 batches."""
+    script = Accumulating(place, seed=1).start()
     said = []
     for end in (16, 18, 40):
         script.train_to(end)
         said.append(len(script.said("between the backward passes")))
+    assert script.said("commit() of the state was not") == []  # they are calls all the same
     script.state.checkpointer.abandon()
     script.state.checkpointer = None
-    uncalled = [said for said in script.told if "commit() of the state was not" in said.message]
-    assert uncalled == []  # they are calls all the same
-    return same, started, said
+    return said
 
 
-def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Such a version would have half of a step's gradients, so these commits are passed over."""
-    told = ranks(2, HOROVODRUN).run(between_passes, Place.under(tmp_path, shm_dir))
-    assert told == [(True, 6, [0, 1, 1])] * 2
+def test_commits_between_backward_passes_are_passed_over(pool: RankPool, place: Place) -> None:
+    """Such a version would have half of a step's gradients."""
+    assert pool.run(between_passes, place) == [[0, 1, 1]] * 2
 
 
 def rare_commits(place: Place) -> tuple[str, list[int]]:
@@ -290,33 +248,14 @@ def rare_commits(place: Place) -> tuple[str, list[int]]:
     return str(refused.value), [each.severity for each in said]
 
 
-def test_the_boundary_is_the_commit_and_its_absence_an_error(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2, HOROVODRUN).run(rare_commits, Place.under(tmp_path, shm_dir))
+def test_the_boundary_is_the_commit_and_its_absence_an_error(pool: RankPool, place: Place) -> None:
+    told = pool.run(rare_commits, place)
     for number, (refused, severities) in enumerate(told):
         assert "the boundary of an elastic job is always its commit()" in refused
         assert severities == [logging.DEBUG if number else logging.ERROR]
 
 
 # --- callbacks -----------------------------------------------------------------------------------
-
-
-def without_what_can_be_called(place: Place) -> list[str]:
-    said = []
-    for wrong in ({"callbacks": [3]}, {"on_event": 3}):
-        with pytest.raises(TypeError) as refused:
-            Script(place, seed=1, **wrong)
-        said.append(str(refused.value)[:20])
-    return said
-
-
-def test_an_object_without_a_call_is_refused_when_the_state_is_made(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """And not only at the first `sync()`."""
-    told = ranks(1, HOROVODRUN).run(without_what_can_be_called, Place.under(tmp_path, shm_dir))
-    assert told == [["3 is not a tierckpt.", "on_event is 3; give "]]
 
 
 def watched(place: Place) -> list[tuple[Any, ...]]:
@@ -338,10 +277,10 @@ def watched(place: Place) -> list[tuple[Any, ...]]:
     return [(d.boundaries, d.restored) for d in diaries]
 
 
-def test_callbacks_outlive_checkpointers(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+def test_callbacks_outlive_checkpointers(pool: RankPool, place: Place) -> None:
     boundaries, came_back = [1, 2, 3, 4], [(0, False), (2, True)]
     heard = [(boundaries, came_back)] * 2 + [(boundaries, came_back[1:])]
-    told = ranks(2, HOROVODRUN).run(watched, Place.under(tmp_path, shm_dir))
+    told = pool.run(watched, place)
     assert told == [heard] * 2
 
 
@@ -362,15 +301,17 @@ class WarmingUp(Script):
         return float(self.state.optimizer.param_groups[0]["lr"])
 
 
-def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
+def scaled_after(place: Place) -> dict[str, Any]:
     """The rates of this rank before and after a failure, and one batch later; the batch of the
-    restore, the state of the model, and the dealt samples."""
+    restore, the state of the model, and the dealt samples. Rank 1 is a new process for a lost one:
+    it was never reset."""
     script = WarmingUp(place, seed=1).start()
     course = script.train_to(3)
     rates = [script.rate()]
     script.fail()
-    if newcomer and rank() == 1:
-        script = WarmingUp(place, seed=9)  # a new process for the lost one: it was never reset
+    newcomer = rank() == 1
+    if newcomer:
+        script = WarmingUp(place, seed=9)
 
     def scale() -> None:
         state = script.state
@@ -379,7 +320,7 @@ def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
         state.sampler.set_epoch(1)
 
     script.state.register_reset_callbacks([scale])
-    if not (newcomer and rank() == 1):
+    if not newcomer:
         script.state.on_reset()
     script.state.sync()
     rates.append(script.rate())
@@ -393,11 +334,8 @@ def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
     return {"rates": rates, "at": script.state.batch, "same": same, "dealt": dealt}
 
 
-@pytest.mark.parametrize("newcomer", [False, True])
-def test_settings_of_reset_callbacks_are_not_undone(
-    newcomer: bool, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2, HOROVODRUN).run(scaled_after, Place.under(tmp_path, shm_dir), newcomer)
+def test_settings_of_reset_callbacks_are_not_undone(pool: RankPool, place: Place) -> None:
+    told = pool.run(scaled_after, place)
     for each in told:
         assert each["rates"] == [RATE * warm_up(3), *(0.5 * RATE * warm_up(n) for n in (3, 4))]
         assert each["at"] == 3
@@ -440,11 +378,10 @@ def told_to_stop(place: Place) -> str:
 
 
 def test_replicas_that_differ_are_named_before_ranks_are_renumbered(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    tmp_path: Path, shm_dir: Path, pool: RankPool, place: Place
 ) -> None:
     """Later groups could not find out since when; all continue from the state of one rank."""
-    pool = ranks(2, HOROVODRUN)
-    one, other = pool.run(drifted, Place.under(tmp_path, shm_dir))
+    one, other = pool.run(drifted, place)
     name = "model/body.0.weight"
     for drifts, alike, lost, safe, _ in (one, other):
         assert len(drifts) == 1

@@ -1,19 +1,19 @@
-"""The Groups over Horovod and over mpi4py fulfil the contract of Group, also after errors."""
+"""The Group over Horovod fulfils the contract of Group, also after errors."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tierckpt
-from tests.support.rank_pool import HOROVODRUN, MPIRUN
+from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import horovod, rank_0_first
 from tierckpt.coordination import GroupBallots
 from tierckpt.testing import GroupConformance, Program
 
-MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
+MEMBERS = {2: [0, 2], 3: [0, 1, 2]}
 """Of a job of three, by size."""
 
 
@@ -43,18 +43,6 @@ def on_whole_job(program: Program) -> Any:
     return outcome
 
 
-def on_communicator(members: list[int], program: Program) -> Any:
-    mpi = importlib.import_module("tierckpt.mpi")
-    world = mpi.MPI.COMM_WORLD
-    part = world.Split(int(world.rank in members))
-    if world.rank not in members:
-        return None
-    group = mpi.MPIGroup(part)
-    outcome = program(group)
-    group.close()
-    return outcome
-
-
 # --- several on the same ranks -------------------------------------------------------------------
 
 
@@ -67,11 +55,10 @@ def votes_of_two_groups() -> list[Any]:
     return [p.wait() for p in pending]
 
 
-@pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
-def test_votes_of_two_groups_do_not_meet(kind: str, ranks: Any) -> None:
+def test_votes_of_two_groups_do_not_meet(ranks: Any) -> None:
     """Also ranks of one group find each other: those that joined an elastic job later have made
     fewer groups."""
-    told = ranks(3, kind).run(votes_of_two_groups)
+    told = ranks(3, HOROVODRUN).run(votes_of_two_groups)
     assert told == [[[0, 0], [10, 0]]] * 3
 
 
@@ -92,7 +79,7 @@ def votes_after_one_rank_left_some_out(votes: int, left_out: int) -> list[Any]:
     return [p.wait() for p in later]
 
 
-@pytest.mark.parametrize(("votes", "left_out"), [(3, 1), (8, 2), (12, 3)])
+@pytest.mark.parametrize(("votes", "left_out"), [(3, 1), (12, 3)])
 def test_votes_of_one_boundary_meet_also_when_a_rank_left_some_out(
     votes: int, left_out: int, ranks: Any
 ) -> None:
@@ -138,10 +125,11 @@ def test_the_second_caller_gets_the_same_error(ranks: Any) -> None:
 
 
 class OnThree(GroupConformance):
-    """Sizes 1 and 2 are parts of the same job of three."""
+    """Size 2 is a part of a job of three."""
 
     __test__ = False
     kind = HOROVODRUN
+    sizes = (2, 3)
 
     @pytest.fixture(autouse=True)
     def use_pool(self, ranks: Any) -> None:
@@ -157,60 +145,10 @@ class OnThree(GroupConformance):
         return (on_process_set, members) if len(members) < 3 else (on_whole_job,)
 
 
-class OnThreeByHorovod(OnThree):
-    """It waits on for the rank that never came, so it needs new ranks afterwards."""
+class TestHorovodGroupOverGloo(OnThree):
+    __test__ = True
 
-    def test_a_rank_alone_at_the_end_is_reported(self, tmp_path: Any) -> None:
+    def test_a_rank_alone_at_the_end_is_reported(self, tmp_path: Path) -> None:
+        """It waits on for the rank that never came, so it needs new ranks afterwards."""
         super().test_a_rank_alone_at_the_end_is_reported(tmp_path)
         self.pool.kill()
-
-
-class TestHorovodGroupOverGloo(OnThreeByHorovod):
-    __test__ = True
-
-
-class TestMPIGroup(OnThree):
-    __test__ = True
-    kind = MPIRUN
-
-    def scenario(self, members: list[int]) -> tuple[Any, ...]:
-        return (on_communicator, members)
-
-
-def refused_without_threads() -> str:
-    mpi = importlib.import_module("tierckpt.mpi")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi.MPI, "Query_thread", lambda: mpi.MPI.THREAD_SERIALIZED)
-        with pytest.raises(Exception, match="MPI_THREAD_MULTIPLE") as caught:
-            mpi.MPIGroup()
-    return caught.type.__name__
-
-
-def test_an_mpi_that_knows_no_threads_is_refused(ranks: Any) -> None:
-    assert ranks(3, MPIRUN).run(refused_without_threads) == ["ConfigError"] * 3
-
-
-def of_two_ranks_of_three() -> str | int:
-    """Rank 1 is in no communicator, and this object is false."""
-    mpi = importlib.import_module("tierckpt.mpi")
-    world = mpi.MPI.COMM_WORLD
-    part = world.Split(mpi.MPI.UNDEFINED if world.rank == 1 else 0)
-    if world.rank == 1:
-        with pytest.raises(tierckpt.ConfigError) as caught:
-            mpi.MPIGroup(part)
-        return str(caught.value)
-    group = mpi.MPIGroup(part)
-    group.close()
-    return int(group.size)
-
-
-def test_a_rank_in_no_communicator_is_refused(ranks: Any) -> None:
-    """Otherwise it would count as a rank of all ranks, and wait for the others."""
-    one, refused, other = ranks(3, MPIRUN).run(of_two_ranks_of_three)
-    assert (one, other) == (2, 2)
-    assert "MPI.COMM_NULL" in refused
-
-
-class TestHorovodGroupOverMPI(OnThreeByHorovod):
-    __test__ = True
-    kind = MPIRUN

@@ -1,29 +1,24 @@
 """The adapter gives the same results over MPI as over Gloo: scenarios of the other modules, on one
-pool.
-
-The options of `DistributedOptimizer` and the Groups have their own tests over MPI, in their
-modules.
-"""
+pool. And the Groups over MPI."""
 
 from __future__ import annotations
 
 import importlib
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import tierckpt
 from tests.dist.horovod import test_barrier as barrier
-from tests.dist.horovod import test_callbacks as callbacks
-from tests.dist.horovod import test_crossing as crossing
 from tests.dist.horovod import test_several as several
 from tests.dist.horovod import test_training as training
-from tests.dist.horovod import test_ways_in as ways_in
+from tests.dist.horovod.test_groups import OnThree
 from tests.support import exact
-from tests.support.rank_pool import GLOO, MPIRUN, RankPool
+from tests.support.rank_pool import MPIRUN, RankPool
 from tests.support.training import Attached, Job, Net, Place, attach, rank, through_a_crash
+from tierckpt.testing import Program
 
 
 @pytest.fixture
@@ -32,82 +27,30 @@ def pool(ranks: Any) -> RankPool:
     return found
 
 
-@pytest.fixture
-def place(tmp_path: Path, shm_dir: Path) -> Place:
-    return Place.under(tmp_path, shm_dir)
-
-
-@pytest.mark.parametrize("name", ["default", "groups"])
-def test_layers_are_copied_while_their_gradients_are_reduced(
-    name: str, pool: RankPool, place: Place
+@pytest.mark.parametrize("name", ["default", "lists of groups"])
+def test_every_iteration_is_bit_for_bit_as_without(
+    name: str, pool: RankPool, losable: Place
 ) -> None:
-    barrier.check_released(name, pool.run(barrier.layers_released_by_backward, name, place))
-
-
-@pytest.mark.parametrize("loop", barrier.LOOPS.values(), ids=barrier.LOOPS)
-def test_no_weight_changes_before_it_is_copied(loop: Any, pool: RankPool, place: Place) -> None:
-    told = pool.run(barrier.restored_from_late_copies, loop, barrier.intact, place)
-    assert told == [(3, [])] * 3
-
-
-def test_it_is_the_barrier_that_keeps_the_optimizer_off(pool: RankPool, place: Place) -> None:
-    loop = barrier.LOOPS["outer and inner step"]
-    told = pool.run(barrier.restored_from_late_copies, loop, barrier.no_barrier, place)
-    assert all(torn for _, torn in told)
+    """In memory, and from disk."""
+    local = name != "default"
+    for told in pool.run(training.trained_with_and_without, name, losable, local=local):
+        training.check(name, 3, "local" if local else "memory", told)
 
 
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
-        ("default", "in_the_backward_of_rank_0"),
         ("groups", "before_the_step_of_rank_0"),
-        ("unused parameters", "before_the_step"),
-        ("sparse and dense", "before_the_forward_of_rank_0"),
+        ("sparse and dense", "in_the_backward_of_rank_0"),
     ],
 )
 def test_an_iteration_cut_short(name: str, cut: str, pool: RankPool, place: Place) -> None:
     barrier.check_trained(pool.run(barrier.trained_after, cut, name, place))
 
 
-def test_install(pool: RankPool, place: Place) -> None:
-    assert pool.run(ways_in.installed, place) == [ways_in.INSTALLED] * 3
-
-
-def test_the_drop_in(pool: RankPool, place: Place) -> None:
-    assert pool.run(ways_in.all_in_one, place, positional=True) == [(True, 3, 3)] * 3
-
-
-def test_a_script_with_another_import(pool: RankPool, place: Place) -> None:
-    plain = pool.run(ways_in.run_plainly, 8)
-    first = pool.run(ways_in.run_with_checkpoints, place, 6)
-    second = pool.run(ways_in.run_with_checkpoints, place, 8)
-    ways_in.check_script(first, second, plain)
-
-
-def test_callbacks(pool: RankPool, place: Place) -> None:
-    assert pool.run(callbacks.heard, place) == [callbacks.HEARD] * 3
-
-
-def test_training_in_a_process_set(pool: RankPool, place: Place) -> None:
-    several.check_part(pool.run(several.in_a_part_of_the_job, place))
-
-
 def test_two_process_sets_side_by_side(pool: RankPool, tmp_path: Path, shm_dir: Path) -> None:
     told = pool.run(several.side_by_side, str(tmp_path), str(shm_dir))
     several.check_side_by_side(told, tmp_path)
-
-
-@pytest.mark.parametrize("ddp_first", [True, False], ids=["from DDP", "to DDP"])
-def test_crossing(
-    ddp_first: bool, pool: RankPool, place: Place, ranks: Any, shm_root: Path
-) -> None:
-    """On another number of ranks, from disk."""
-    jobs = [ranks(2, GLOO), pool] if ddp_first else [pool, ranks(2, GLOO)]
-    memory = shm_root / "before"
-    memory.mkdir()
-    made = jobs[0].run(crossing.leave_behind, Place(place.path, str(memory)))
-    shutil.rmtree(memory)
-    crossing.check_taken_up(jobs[1].run(crossing.take_up, place), made)
 
 
 class MPIJob(Job):
@@ -147,7 +90,67 @@ def test_ranks_that_speak_mpi_only(pool: RankPool, place: Place) -> None:
         assert told["course"] == told["plain"]
 
 
-@pytest.mark.parametrize("name", ["default", "two backward passes"])
-def test_a_job_of_one(name: str, ranks: Any, place: Place) -> None:
-    (told,) = ranks(1, MPIRUN).run(training.trained_with_and_without, name, place)
-    training.check(name, 1, "memory", told)
+# --- Groups --------------------------------------------------------------------------------------
+
+
+def on_communicator(members: list[int], program: Program) -> Any:
+    mpi = importlib.import_module("tierckpt.mpi")
+    world = mpi.MPI.COMM_WORLD
+    part = world.Split(int(world.rank in members))
+    if world.rank not in members:
+        return None
+    group = mpi.MPIGroup(part)
+    outcome = program(group)
+    group.close()
+    return outcome
+
+
+class TestMPIGroup(OnThree):
+    __test__ = True
+    kind = MPIRUN
+
+    def scenario(self, members: list[int]) -> tuple[Any, ...]:
+        return (on_communicator, members)
+
+
+def refused_without_threads() -> str:
+    mpi = importlib.import_module("tierckpt.mpi")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi.MPI, "Query_thread", lambda: mpi.MPI.THREAD_SERIALIZED)
+        with pytest.raises(Exception, match="MPI_THREAD_MULTIPLE") as caught:
+            mpi.MPIGroup()
+    return caught.type.__name__
+
+
+def test_an_mpi_that_knows_no_threads_is_refused(pool: RankPool) -> None:
+    assert pool.run(refused_without_threads) == ["ConfigError"] * 3
+
+
+def of_two_ranks_of_three() -> str | int:
+    """Rank 1 is in no communicator, and this object is false."""
+    mpi = importlib.import_module("tierckpt.mpi")
+    world = mpi.MPI.COMM_WORLD
+    part = world.Split(mpi.MPI.UNDEFINED if world.rank == 1 else 0)
+    if world.rank == 1:
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            mpi.MPIGroup(part)
+        return str(caught.value)
+    group = mpi.MPIGroup(part)
+    group.close()
+    return int(group.size)
+
+
+def test_a_rank_in_no_communicator_is_refused(pool: RankPool) -> None:
+    """Otherwise it would count as a rank of all ranks, and wait for the others."""
+    one, refused, other = pool.run(of_two_ranks_of_three)
+    assert (one, other) == (2, 2)
+    assert "MPI.COMM_NULL" in refused
+
+
+class TestHorovodGroupOverMPI(OnThree):
+    """The end that a rank does not reach is tried over Gloo: the ranks could not be used again."""
+
+    __test__ = True
+    kind = MPIRUN
+    sizes = (2,)
+    test_a_rank_alone_at_the_end_is_reported = None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tierckpt
-from tests.support.rank_pool import HOROVODRUN
+from tests.support.rank_pool import RankPool
 from tests.support.training import (
     WIDTH,
     HorovodJob,
@@ -65,16 +63,12 @@ def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
     return {"made": made, "same": again.digest() == alone.digest(), "said": said}
 
 
-@pytest.mark.parametrize("end", ["close", "save"])
-@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(("every", "end"), [(1, "save"), (10, "close")])
 def test_passes_that_no_step_has_used_are_made_again(
-    every: int, end: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    every: int, end: str, pool: RankPool, place: Place
 ) -> None:
     """To the bit, if the version of the last step exists; otherwise at least their gradients."""
-    place = Place.under(tmp_path, shm_dir)
-    for number, told in enumerate(
-        ranks(2, HOROVODRUN).run(ended_between_passes, place, every, end)
-    ):
+    for number, told in enumerate(pool.run(ended_between_passes, place, every, end)):
         assert told["made"] == [0, 1, 2, 3, 4, *range(4, 8)]
         assert told["same"] is (every == 1)
         assert told["said"] is (every == 10 and number == 0)
@@ -110,7 +104,7 @@ class Uneven(HorovodJob):
         return ""
 
 
-def make_uneven(lazy_rank: int, seed: int) -> Uneven:
+def make_uneven(seed: int, lazy_rank: int = -1) -> Uneven:
     hvd = horovod()
     torch.manual_seed(seed)
     model = Net()
@@ -125,58 +119,42 @@ def make_uneven(lazy_rank: int, seed: int) -> Uneven:
     return job
 
 
-def cut_between_uneven_passes(place: Place, lazy_rank: int) -> dict[str, Any]:
-    return through_a_crash(partial(make_uneven, lazy_rank), place, 5, 8)
+def cut_between_uneven_passes(place: Place) -> dict[str, Any]:
+    return through_a_crash(partial(make_uneven, lazy_rank=1), place, 5, 8)
 
 
-@pytest.mark.parametrize("lazy_rank", [-1, 1])
-def test_no_version_is_between_the_passes_of_any_optimizer(
-    lazy_rank: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_no_version_is_between_the_passes_of_any_optimizer(pool: RankPool, place: Place) -> None:
     """Also if a rank without a batch does not know of the passes."""
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(2, HOROVODRUN).run(cut_between_uneven_passes, place, lazy_rank):
+    for told in pool.run(cut_between_uneven_passes, place):
         assert told["restored"][0] == 4
         assert told["course"] == told["plain"]
 
 
-def never_between_steps(place: Place, boundaries: int, end: Callable[..., None]) -> dict[str, Any]:
+def never_between_steps(place: Place, boundaries: int, end: str) -> dict[str, Any]:
     """Boundaries at which the second optimizer has always made one pass of two."""
-    job = make_uneven(-1, seed=1)
+    job = make_uneven(seed=1)
     attached = attach(job, place, local_every_steps=1)
     for iteration in range(2 * boundaries - 1):
         job.iterate(iteration)
         if iteration % 2 == 0:
             attached.ckpt.step()
-    end(attached.ckpt)
+    getattr(attached.ckpt, end)()
     warnings = [e.message for e in attached.events if e.severity == logging.WARNING]
     return {"taken": attached.versions("sealed", "memory"), "said": warnings}
 
 
-def close(ckpt: tierckpt.Checkpointer) -> None:
-    ckpt.close()
-
-
-def abandon(ckpt: tierckpt.Checkpointer) -> None:
-    ckpt.abandon()
-
-
-def test_a_loop_with_all_boundaries_skipped_is_reported(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 10, abandon)
+def test_a_loop_with_all_boundaries_skipped_is_reported(pool: RankPool, place: Place) -> None:
+    first, other = pool.run(never_between_steps, place, 10, "abandon")
     assert first["taken"] == other["taken"] == []
     (said,) = first["said"]
     assert "the last 8 boundaries came between the backward passes" in said
 
 
 def test_a_final_version_between_passes_reports_its_missing_gradients(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, place: Place
 ) -> None:
     """The final weights are the purpose of a training; no version at all would be worse."""
-    place = Place.under(tmp_path, shm_dir)
-    first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 3, close)
+    first, other = pool.run(never_between_steps, place, 3, "close")
     assert first["taken"] == other["taken"] == [5]
     (said,) = first["said"]
     assert "v5 has no gradients of the backward passes that optimizer1 made" in said
@@ -227,20 +205,6 @@ def make_adversaries(
     return job
 
 
-def cut_among_adversaries(place: Place) -> dict[str, Any]:
-    return through_a_crash(make_adversaries, place, 8, 10, when_busy="wait")
-
-
-def test_gradients_that_are_never_used_are_in_nobodys_way(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """After the loop has shown that it drops them."""
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(2, HOROVODRUN).run(cut_among_adversaries, place):
-        assert (told["sealed"], told["failed"]) == ([4, 5, 6, 7, 8], [])
-        assert told["course"] == told["plain"]
-
-
 def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
     job = make_adversaries(1, keeps_at=6)
     attached = attach(job, place, when_busy="wait")
@@ -252,12 +216,9 @@ def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
     return {"taken": attached.versions("sealed", "memory"), "said": said}
 
 
-def test_gradients_that_are_used_after_all_are_reported(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_gradients_that_are_used_after_all_are_reported(pool: RankPool, place: Place) -> None:
     """And none are assumed to be dropped, until they are dropped again."""
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(2, HOROVODRUN).run(use_what_was_dropped_before, place):
+    for told in pool.run(use_what_was_dropped_before, place):
         assert [text.split(" used")[0] for text in told["said"]] == ["optimizer1"]
         assert "at the boundary of v6" in told["said"][0]
         assert not {7, 8, 9} & set(told["taken"])
@@ -287,11 +248,8 @@ def cut_among_three(place: Place) -> dict[str, Any]:
     return through_a_crash(make, place, 11, 12, when_busy="wait")
 
 
-def test_a_loop_that_drops_gradients_reports_none_of_others(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(2, HOROVODRUN).run(cut_among_three, place):
+def test_a_loop_that_drops_gradients_reports_none_of_others(pool: RankPool, place: Place) -> None:
+    for told in pool.run(cut_among_three, place):
         assert told["restored"][0] == 6
         assert told["course"] == told["plain"]
 
@@ -299,23 +257,23 @@ def test_a_loop_that_drops_gradients_reports_none_of_others(
 # --- ends, and ways back -------------------------------------------------------------------------
 
 
-def told_to_end(place: Place, at: int) -> dict[str, Any]:
-    """The job has to end, as from a scheduler, after iteration `at`; started again, it makes
-    eight."""
-    alone = make_uneven(-1, seed=1)
+def told_to_end(place: Place) -> dict[str, Any]:
+    """The job has to end, as from a scheduler, after iteration 2, between the passes of a step;
+    started again, it makes eight."""
+    alone = make_uneven(seed=1)
     for iteration in range(8):
         alone.iterate(iteration)
-    job = make_uneven(-1, seed=1)
+    job = make_uneven(seed=1)
     ckpt = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait").ckpt
     for iteration in range(8):
         job.iterate(iteration)
-        if iteration == at and rank() == 1:
+        if iteration == 2 and rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         ckpt.step()
         if ckpt.should_exit():
             break
     ckpt.close()
-    again = make_uneven(-1, seed=2)
+    again = make_uneven(seed=2)
     ckpt = attach(again, place).ckpt
     restored = ckpt.restore()
     for iteration in range(restored, 8):
@@ -324,13 +282,8 @@ def told_to_end(place: Place, at: int) -> dict[str, Any]:
     return {"at": int(restored), "same": again.digest() == alone.digest()}
 
 
-@pytest.mark.parametrize("at", [2, 3])
-def test_a_job_that_receives_a_signal_resumes_exactly(
-    at: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """Also if the request comes between the passes of a step."""
-    place = Place.under(tmp_path, shm_dir)
-    told = ranks(2, HOROVODRUN).run(told_to_end, place, at)
+def test_a_job_that_receives_a_signal_resumes_exactly(pool: RankPool, place: Place) -> None:
+    told = pool.run(told_to_end, place)
     assert told == [{"at": 4, "same": True}] * 2
 
 
@@ -369,11 +322,8 @@ def back_from_between(place: Place) -> dict[str, Any]:
     return {"back": int(back), "at": int(restored), "said": len(said)}
 
 
-def test_partial_passes_before_a_restore_are_discarded(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    first, other = ranks(2, HOROVODRUN).run(back_from_between, place)
+def test_partial_passes_before_a_restore_are_discarded(pool: RankPool, place: Place) -> None:
+    first, other = pool.run(back_from_between, place)
     assert first == other == {"back": 4, "at": 4, "said": 1}
 
 
@@ -398,11 +348,7 @@ def a_pass_ahead(place: Place | None) -> dict[str, Any]:
     return {"digest": job.digest(), "safe": attached and attached.ckpt._agreement.local.safe}
 
 
-def test_a_rank_without_a_batch_keeps_nobody_waiting(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    pool = ranks(2, HOROVODRUN)
+def test_a_rank_without_a_batch_keeps_nobody_waiting(pool: RankPool, place: Place) -> None:
     alone, told = pool.run(a_pass_ahead, None), pool.run(a_pass_ahead, place)
     assert [each["digest"] for each in told] == [each["digest"] for each in alone]
     assert [each["safe"].version for each in told] == [5, 5], "the final one"

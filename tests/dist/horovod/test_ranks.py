@@ -1,4 +1,4 @@
-"""Ranks under a launcher end with the test process, in whatever way it ends."""
+"""Ranks under a launcher end with the test process, in whatever way it ends, also paused ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.rank_pool import HOROVODRUN, MPIRUN, ROOT, RankPool
+from tests.support.rank_pool import HOROVODRUN, ROOT, RankPool
 from tests.support.waiting import is_seen
 
 PATIENCE_SECONDS = 120.0
@@ -22,12 +20,11 @@ def who_are_you() -> int:
     return os.getpid()
 
 
-def start_and_tell(kind: str, folder: str, paused: str) -> None:
+def start_and_tell(folder: str) -> None:
     """Replaces the test process."""
-    pool = RankPool(2, Path(folder), kind=kind)
+    pool = RankPool(2, Path(folder), kind=HOROVODRUN)
     pids = pool.run(who_are_you)
-    if paused:
-        pool.pause()
+    pool.pause()
     print(*pids, *(p.pid for p in pool._started), flush=True)
     time.sleep(1000)
 
@@ -40,14 +37,11 @@ def gone(pid: int) -> bool:
     return state.startswith("Z")
 
 
-@pytest.mark.parametrize(("kind", "paused"), [(HOROVODRUN, "paused"), (MPIRUN, "")])
-def test_nobody_outlives_the_test_process(
-    kind: str, paused: str, launchable: Any, tmp_path: Path
-) -> None:
-    launchable(kind)
+def test_nobody_outlives_the_test_process(launchable: Any, tmp_path: Path) -> None:
+    launchable(HOROVODRUN)
     code = "import sys; from tests.dist.horovod.test_ranks import *; start_and_tell(*sys.argv[1:])"
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, kind, str(tmp_path), paused],
+        [sys.executable, "-c", code, str(tmp_path)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'common'}"},
         text=True,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tierckpt
-from tests.support import exact
-from tests.support.rank_pool import HOROVODRUN, MPIRUN
-from tests.support.training import Net, Place, horovod, import_adapter, make_horovod_job, sgd
+from tests.support.rank_pool import RankPool
+from tests.support.training import Net, Place, horovod, import_adapter
 
 Way = Callable[[torch.nn.Module, dict[str, str]], None]
 ELASTIC = ["HOROVOD_ELASTIC=1", "horovod_ckpt.elastic.TorchState"]
@@ -70,6 +68,38 @@ def with_adasum(model: torch.nn.Module, where: dict[str, str]) -> None:
     import_adapter().DistributedOptimizer(plain_sgd(model), named, op=op, **where)
 
 
+def elastic_beside_a_plain_one(model: torch.nn.Module, where: dict[str, str]) -> None:
+    own = torch.nn.Linear(2, 2)
+    optimizer = horovod().DistributedOptimizer(
+        plain_sgd(model), named_parameters=model.named_parameters()
+    )
+    elastic = importlib.import_module("horovod_ckpt.elastic")
+    elastic.TorchState(model, optimizer, tierckpt=where, own=own, opt_own=plain_sgd(own))
+
+
+def with_horovods_and_its_own(model: torch.nn.Module, where: dict[str, str]) -> None:
+    optimizer = horovod().DistributedOptimizer(plain_sgd(model), model.named_parameters())
+    import_adapter().Checkpointer(model, [optimizer, plain_sgd(model)], **where)
+
+
+def with_a_second_one(model: torch.nn.Module, where: dict[str, str]) -> None:
+    """By the replaced import, which makes a checkpointer for each optimizer."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+
+    def made(name: str, **settings: str) -> Any:
+        part = model.get_submodule(name)
+        named = [(f"{name}.{n}", p) for n, p in part.named_parameters()]
+        return drop_in.DistributedOptimizer(
+            plain_sgd(part), named, model=model, close_at_exit=False, **settings
+        )
+
+    first = made("body", **where)
+    try:
+        made("head", **{**where, "path": f"{where['path']}-of-the-second"})
+    finally:
+        first.checkpointer.close()
+
+
 def refusal(case: str, place: Place) -> str:
     """The text of the ConfigError. It comes before any collective: no rank waits for this one."""
     with pytest.raises(tierckpt.ConfigError) as caught:
@@ -82,6 +112,18 @@ REFUSED: dict[str, tuple[Way, list[str]]] = {
     "a list of parameters": (with_a_list, ["pass model=", "model.named_parameters()"]),
     "a part of the model": (with_a_part, ["(Linear)", "(Net)", "body.0.weight", "model=..."]),
     "a plain optimizer": (with_a_plain_optimizer, ["'left'", "SGD", "hvd.DistributedOptimizer"]),
+    "the plain one that Horovod's was made from": (
+        with_horovods_and_its_own,
+        ["not a result of hvd.DistributedOptimizer"],
+    ),
+    "a second optimizer of the model": (
+        with_a_second_one,
+        ["this model has a checkpointer already", "horovod_ckpt.install"],
+    ),
+    "an elastic state with a plain optimizer": (
+        elastic_beside_a_plain_one,
+        ["optimizer 'opt_own' is a SGD of torch.optim.sgd", "ranks that join an elastic job"],
+    ),
     "no hvd.init()": (without_init, ["hvd.init()"]),
     "Adasum": (with_adasum, ["Adasum", "hvd.Average"]),
     "an elastic job": (partial(in_an_elastic_job, with_all), ELASTIC),
@@ -96,35 +138,10 @@ REFUSED: dict[str, tuple[Way, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_error_names_the_problem_and_the_remedy(
-    case: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for text in ranks(2, HOROVODRUN).run(refusal, case, Place.under(tmp_path, shm_dir)):
+def test_an_error_names_the_problem_and_the_remedy(case: str, pool: RankPool, place: Place) -> None:
+    for text in pool.run(refusal, case, place):
         for part in REFUSED[case][1]:
             assert part in text
-
-
-def elastic_process_set(place: Place) -> str:
-    hvd, model = horovod(), Net()
-    some = hvd.add_process_set([0, 1])
-    try:
-        optimizer = hvd.DistributedOptimizer(
-            plain_sgd(model), named_parameters=model.named_parameters(), process_set=some
-        )
-        elastic = importlib.import_module("horovod_ckpt.elastic")
-        with pytest.raises(tierckpt.ConfigError) as caught:
-            elastic.TorchState(model, optimizer, tierckpt={"path": place.path})
-    finally:
-        hvd.remove_process_set(some)
-    return str(caught.value)
-
-
-def test_an_elastic_state_of_some_ranks_is_refused(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for text in ranks(3, HOROVODRUN).run(elastic_process_set, Place.under(tmp_path, shm_dir)):
-        assert "process set of optimizer 'optimizer' is [0, 1]" in text
-        assert "leave process_set out" in text
 
 
 class HalfMade(torch.nn.Module):
@@ -149,50 +166,6 @@ def known_models() -> dict[str, bool]:
     return {**found, "which cannot be asked": not vars(half_made)}
 
 
-def test_the_whole_model_is_known_by_its_parameters(ranks: Any) -> None:
-    for told in ranks(2, HOROVODRUN).run(known_models):
+def test_the_whole_model_is_known_by_its_parameters(pool: RankPool) -> None:
+    for told in pool.run(known_models):
         assert all(told.values()), told
-
-
-def momentum_under_adasum() -> tuple[str, str]:
-    """The reason why Adasum is refused."""
-    hvd = horovod()
-    job = make_horovod_job(
-        optimizer=sgd,
-        options=lambda hvd, model: {"op": hvd.Adasum},
-    )
-    hvd.broadcast_parameters(job.bare.state_dict(), root_rank=0)
-    job.zero_grad()
-    job.backward(0)
-    job.step()
-    return exact.digest(exact.parameters(job.bare)), exact.digest(exact.optimizer(job.optimizer))
-
-
-def test_adasum_keeps_other_momentum_on_every_rank(ranks: Any) -> None:
-    """If Horovod changes that, it need not be refused any more."""
-    (weights, momentum), (same_weights, other) = ranks(2, MPIRUN).run(momentum_under_adasum)
-    assert weights == same_weights
-    assert momentum != other
-
-
-def elastic_beside_a_plain_one(place: Place) -> str:
-    hvd, model, own = horovod(), Net(), torch.nn.Linear(2, 2)
-    optimizer = hvd.DistributedOptimizer(
-        plain_sgd(model), named_parameters=model.named_parameters()
-    )
-    elastic = importlib.import_module("horovod_ckpt.elastic")
-    with pytest.raises(tierckpt.ConfigError) as caught:
-        elastic.TorchState(
-            model, optimizer, tierckpt={"path": place.path}, own=own, opt_own=plain_sgd(own)
-        )
-    return str(caught.value)
-
-
-def test_an_elastic_state_with_a_plain_optimizer_is_refused(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """At its creation, and not only when the ranks meet."""
-    place = Place.under(tmp_path, shm_dir)
-    for text in ranks(2, HOROVODRUN).run(elastic_beside_a_plain_one, place):
-        assert "optimizer 'opt_own' is a SGD of torch.optim.sgd" in text
-        assert "ranks that join an elastic job" in text

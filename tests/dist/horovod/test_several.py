@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import tierckpt
+from tests.dist.horovod import test_journal
 from tests.dist.horovod.test_training import check, trained_with_and_without
-from tests.support.rank_pool import HOROVODRUN, MPIRUN
+from tests.support.rank_pool import HOROVODRUN, RankPool
 from tests.support.training import (
     Attached,
     HorovodJob,
@@ -24,44 +25,11 @@ from tests.support.training import (
     import_adapter,
     make_horovod_job,
     rank_0_first,
-    through_a_crash,
     train,
 )
 from tierckpt.tracing import load_traces
 
-# --- a part of the job, and a job of one ---------------------------------------------------------
-
-
-def in_a_part_of_the_job(place: Place) -> dict[str, Any] | str:
-    """Ranks 0 and 2 train together; rank 1 takes no part."""
-    hvd = horovod()
-    part = hvd.add_process_set([0, 2])
-
-    def new_job(seed: int) -> HorovodJob:
-        return make_horovod_job(options=lambda *_: {"process_set": part}, seed=seed)
-
-    try:
-        if not part.included():
-            with pytest.raises(tierckpt.ConfigError) as caught:
-                attach(new_job(1), place)
-            return str(caught.value)
-        return through_a_crash(new_job, place, 3, 6)
-    finally:
-        hvd.barrier()
-        hvd.remove_process_set(part)
-
-
-def test_a_process_set_has_checkpoints_of_its_own(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    check_part(ranks(3, HOROVODRUN).run(in_a_part_of_the_job, Place.under(tmp_path, shm_dir)))
-
-
-def check_part(told: list[Any]) -> None:
-    for each in (told[0], told[2]):
-        assert each["restored"] == (3, {"memory": 2})
-        assert each["course"] == each["plain"]
-    assert "rank 1 is not in the optimizer's process set [0, 2]" in told[1]
+# --- parts of the job ----------------------------------------------------------------------------
 
 
 def side_by_side(folder: str, shm: str) -> dict[str, Any]:
@@ -132,9 +100,12 @@ def check_side_by_side(told: list[dict[str, Any]], folder: Path) -> None:
             assert len({n for s in timeline.of("copy") for n in s.layers}) == 2 * layers
 
 
-def two_sets(place: Place) -> str:
+def refused(place: Place) -> list[str]:
+    """What is refused of process sets that are not all ranks: two of them together, and an elastic
+    state; and on rank 1, a Checkpointer of a rank outside."""
     hvd = horovod()
     part = hvd.add_process_set([0, 2])
+    told = []
     try:
         one = make_horovod_job()
         other = make_horovod_job(options=lambda *_: {"process_set": part})
@@ -144,16 +115,28 @@ def two_sets(place: Place) -> str:
                 [one.optimizer, other.optimizer],
                 path=place.path,
             )
-        return str(caught.value)
+        told.append(str(caught.value))
+        elastic = importlib.import_module("horovod_ckpt.elastic")
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            elastic.TorchState(other.model, other.optimizer, tierckpt={"path": place.path})
+        told.append(str(caught.value))
+        if hvd.rank() == 1:
+            with pytest.raises(tierckpt.ConfigError) as caught:
+                attach(other, place)
+            told.append(str(caught.value))
+        return told
     finally:
         hvd.barrier()
         hvd.remove_process_set(part)
 
 
-def test_optimizers_of_different_process_sets_are_refused(ranks: Any, tmp_path: Path) -> None:
-    place = Place(str(tmp_path / "ckpts"), "")
-    for text in ranks(3, HOROVODRUN).run(two_sets, place):
-        assert "different process sets" in text
+def test_process_sets_that_are_refused(ranks: Any, tmp_path: Path) -> None:
+    told = ranks(3, HOROVODRUN).run(refused, Place(str(tmp_path / "ckpts"), ""))
+    for different, elastic, *_ in told:
+        assert "different process sets" in different
+        assert "process set of optimizer 'optimizer' is [0, 2]" in elastic
+        assert "leave process_set out" in elastic
+    assert "rank 1 is not in the optimizer's process set [0, 2]" in told[1][2]
 
 
 def one_script_on_all_ranks(place: Place) -> list[Any]:
@@ -200,11 +183,9 @@ def one_script_on_all_ranks(place: Place) -> list[Any]:
         hvd.remove_process_set(part)
 
 
-def test_a_rank_outside_the_process_set_runs_the_same_script(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_a_rank_outside_the_process_set_runs_the_same_script(ranks: Any, place: Place) -> None:
     """No rank hangs: this rank steps alone, and is in no checkpoint."""
-    told = ranks(3, HOROVODRUN).run(one_script_on_all_ranks, Place.under(tmp_path, shm_dir))
+    told = ranks(3, HOROVODRUN).run(one_script_on_all_ranks, place)
     for number, each in enumerate(told):
         version = 0 if number == 1 else 3
         assert each == [(way, 0, True, version) for way in ("function", "module", "installed")]
@@ -242,13 +223,12 @@ def two_at_once(places: list[Place]) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
 def test_two_checkpointers_on_the_ranks_of_several_nodes(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    tmp_path: Path, shm_dir: Path, pool: RankPool
 ) -> None:
     """Their votes are operations of Horovod there, which refuses two of one name at a time."""
     places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
-    assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
+    assert pool.run(two_at_once, places) == [[(3, True)] * 2] * 2
 
 
 class Receiver(tierckpt.Callbacks):
@@ -260,24 +240,23 @@ class Receiver(tierckpt.Callbacks):
         self.launched += len(list(params))
 
 
-def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
-    """After an iteration with both, the checkpointer with number `first` ends; after two more the
-    other."""
+def two_on_one_optimizer(places: list[Place]) -> dict[str, Any]:
+    """After an iteration with both, the first checkpointer ends; after two more the other."""
     job = make_horovod_job()
     heard = [Receiver(), Receiver()]
     ckpts = [attach(job, p, callbacks=[h]).ckpt for p, h in zip(places, heard, strict=True)]
-    other = ckpts[1 - first]
+    first, other = ckpts
     job.iterate(0)
     for ckpt in ckpts:
         ckpt.step()
-    ckpts[first].abandon()
+    first.abandon()
     job.iterate(1)
     other.step()
     taken = job.digest()
     job.iterate(2)
     other.abandon()
     again = make_horovod_job(seed=2)
-    ckpt = attach(again, places[1 - first]).ckpt
+    ckpt = attach(again, places[1]).ckpt
     restored = int(ckpt.restore()), again.digest() == taken
     ckpt.abandon()
     layers = len(list(job.bare.parameters()))
@@ -288,18 +267,11 @@ def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_checkpointers_of_one_optimizer(
-    first: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_two_checkpointers_of_one_optimizer(tmp_path: Path, shm_dir: Path, pool: RankPool) -> None:
     """The end of one leaves the other at work, and the end of both leaves no trace."""
     places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
-    expected = {
-        "iterations heard": [1, 3] if first == 0 else [3, 1],
-        "restored": (2, True),
-        "left": [],
-    }
-    assert ranks(2, HOROVODRUN).run(two_on_one_optimizer, places, first) == [expected] * 2
+    expected = {"iterations heard": [1, 3], "restored": (2, True), "left": []}
+    assert pool.run(two_on_one_optimizer, places) == [expected] * 2
 
 
 def beside_a_launcher_of_the_scripts(place: Place, on_top: bool) -> tuple[int, bool]:
@@ -325,17 +297,20 @@ def beside_a_launcher_of_the_scripts(place: Place, on_top: bool) -> tuple[int, b
 
 @pytest.mark.parametrize("on_top", [False, True])
 def test_objects_that_a_script_built_from_the_optimizer_stay(
-    on_top: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+    on_top: bool, pool: RankPool, place: Place
 ) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    told = ranks(2, HOROVODRUN).run(beside_a_launcher_of_the_scripts, place, on_top)
+    told = pool.run(beside_a_launcher_of_the_scripts, place, on_top)
     assert told == [(3, True)] * 2
 
 
-@pytest.mark.parametrize("name", ["default", "two backward passes", "clipping", "broadcast after"])
-def test_a_job_of_one_process_is_a_job(
-    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
+# --- a job of one --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["two backward passes", "a schedule made after, and a broadcast"])
+def test_a_job_of_one_process_is_a_job(name: str, ranks: Any, place: Place) -> None:
     (told,) = ranks(1, HOROVODRUN).run(trained_with_and_without, name, place)
     check(name, 1, "memory", told)
+
+
+def test_a_job_of_one_process_makes_its_steps_again(ranks: Any, place: Place) -> None:
+    test_journal.check_resumed(ranks(1, HOROVODRUN).run(test_journal.resumed, place, "clipped"))

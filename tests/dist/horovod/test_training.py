@@ -15,7 +15,7 @@ from torch import nn
 
 import tierckpt
 from tests.support import exact
-from tests.support.rank_pool import HOROVODRUN, MPIRUN
+from tests.support.rank_pool import RankPool
 from tests.support.training import (
     Attached,
     HorovodJob,
@@ -147,6 +147,10 @@ def pairs(hvd: Any, model: nn.Module) -> dict[str, Any]:
     return {"groups": [params[:2], params[2:4]]}
 
 
+def compressed(hvd: Any, model: nn.Module) -> dict[str, Any]:
+    return {"compression": hvd.Compression.fp16, "gradient_predivide_factor": 2.0}
+
+
 def nothing(job: HorovodJob) -> None:
     pass
 
@@ -182,12 +186,8 @@ VARIANTS: dict[str, Variant] = {
     "default": Variant(),
     "two backward passes": Variant(passes=2),
     "groups": Variant(lambda hvd, model: {"groups": 2}),
-    "num_groups": Variant(lambda hvd, model: {"num_groups": 3}),
     "lists of groups": Variant(pairs),
-    "fp16 compression": Variant(lambda hvd, model: {"compression": hvd.Compression.fp16}),
-    "sum": Variant(lambda hvd, model: {"op": hvd.Sum}, optimizer=sgd),
-    "predivide factor": Variant(lambda hvd, model: {"gradient_predivide_factor": 2.0}),
-    "sparse gradients": Variant(net=Words, optimizer=torch.optim.SparseAdam),
+    "compressed and scaled": Variant(compressed),
     "sparse as dense": Variant(
         lambda hvd, model: {"sparse_as_dense": True}, net=Words, optimizer=torch.optim.SparseAdam
     ),
@@ -196,15 +196,16 @@ VARIANTS: dict[str, Variant] = {
     "synchronized twice": Variant(loop=synchronize_twice),
     "gradient scaler": Variant(net=normed, optimizer=sgd, loop=scale, before=with_scaler),
     "unused parameters": Variant(net=branched, released="in part"),
-    "several optimizers": Variant(parts=body_and_head),
+    "several optimizers": Variant(
+        lambda hvd, model: {"op": hvd.Sum}, optimizer=fused_adamw, parts=body_and_head
+    ),
     "parameters added later": Variant(
         parts=body_only, loop=grow_at_2, again=grow, released="in part"
     ),
     "a schedule made before": Variant(optimizer=scheduled_before, loop=follow_schedule),
-    "a schedule made after": Variant(optimizer=sgd, before=scheduled_after, loop=follow_schedule),
-    "broadcast before": Variant(net=normed, before=broadcast),
-    "broadcast after": Variant(after=broadcast),
-    "fused AdamW": Variant(optimizer=fused_adamw),
+    "a schedule made after, and a broadcast": Variant(
+        optimizer=sgd, before=scheduled_after, after=broadcast, loop=follow_schedule
+    ),
 }
 
 
@@ -306,24 +307,14 @@ def check(name: str, size: int, level: str, told: dict[str, Any]) -> None:
         assert "backward" in told["phases"]
 
 
-JOBS = [(HOROVODRUN, 2), (HOROVODRUN, 3), (MPIRUN, 2)]
-DEFAULT_IN_ALL = [(*job, "default") for job in JOBS]
-OTHERS_IN_ONE = [(*JOBS[i % 3], name) for i, name in enumerate(VARIANTS) if name != "default"]
-
-
-@pytest.mark.parametrize(("kind", "size", "name"), sorted(DEFAULT_IN_ALL + OTHERS_IN_ONE))
-def test_every_iteration_is_bit_for_bit_as_without(
-    kind: str, size: int, name: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "gradient scaler"])
+def test_every_iteration_is_bit_for_bit_as_without(name: str, pool: RankPool, place: Place) -> None:
     """As plain Horovod without a disturbance, through a crash; and versions are steps."""
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(size, kind).run(trained_with_and_without, name, place):
-        check(name, size, "memory", told)
+    for told in pool.run(trained_with_and_without, name, place):
+        check(name, 2, "memory", told)
 
 
-@pytest.mark.parametrize("name", ["default", "groups", "gradient scaler", "broadcast after"])
-def test_so_it_is_from_disk(name: str, ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    place = Place.under(tmp_path, shm_dir / "memory")
-    (shm_dir / "memory").mkdir()
-    for told in ranks(2, HOROVODRUN).run(trained_with_and_without, name, place, local=True):
+def test_so_it_is_from_disk(pool: RankPool, losable: Place) -> None:
+    name = "gradient scaler"
+    for told in pool.run(trained_with_and_without, name, losable, local=True):
         check(name, 2, "local", told)

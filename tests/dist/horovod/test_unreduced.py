@@ -4,184 +4,86 @@ ranks."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import tierckpt
 from tests.support import exact
-from tests.support.rank_pool import HOROVODRUN
-from tests.support.training import Net, Place, batch, horovod, import_adapter
+from tests.support.rank_pool import RankPool
+from tests.support.training import HorovodJob, Net, Place, attach, batch, horovod
 
 STEPS = 4
 LEVELS = {"local_every_steps": 0, "local_every_seconds": 0.0}
 
 
-class Training:
+class Training(HorovodJob):
     """A net that Horovod reduces, and centres that it does not reduce."""
 
-    def __init__(self, seed: int, trained: Callable[[nn.ModuleDict], nn.Module]) -> None:
-        """`trained`: the part that Horovod's optimizer steps."""
+    def __init__(self, case: str, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.ModuleDict({"net": Net(), "centres": nn.Linear(3, 8)})
-        part = trained(self.model)
-        self.optimizer = horovod().DistributedOptimizer(
+        model = nn.ModuleDict({"net": Net(), "centres": nn.Linear(3, 8)})
+        part = model if case == "frozen at first" else model["net"]
+        model["centres"].requires_grad_(part is not model)
+        optimizer = horovod().DistributedOptimizer(
             torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9),
             named_parameters=part.named_parameters(),
         )
-        self.plain = torch.optim.SGD(self.model["centres"].parameters(), lr=0.1, momentum=0.9)
+        if case == "in a group that was added later":  # Horovod does not know it
+            optimizer.add_param_group({"params": list(model["centres"].parameters())})
+        plain = torch.optim.SGD(model["centres"].parameters(), lr=0.1, momentum=0.9)
+        self.given = [optimizer, plain] if case == "by an optimizer that was given" else [optimizer]
+        super().__init__(model, [optimizer, plain] if "an optimizer" in case else [optimizer])
 
-    def iterate(self, iteration: int, *optimizers: Any) -> None:
-        self.model.zero_grad()
-        self.model["centres"](self.model["net"](batch(iteration))).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    def loss(self, iteration: int, part: int = 0) -> torch.Tensor:
+        return self.model["centres"](self.model["net"](batch(iteration))).square().mean()
 
     def centres(self) -> str:
-        kept = self.plain.state.get(self.model["centres"].weight, {})
+        """Each rank's own values, and their optimizer's state, if it is stored."""
+        kept = self.given[-1].state.get(self.model["centres"].weight, {})
         return exact.digest(dict(self.model["centres"].state_dict()) | dict(kept))
 
 
-def net_of(model: nn.ModuleDict) -> nn.Module:
-    return model["net"]
-
-
-def whole(model: nn.ModuleDict) -> nn.Module:
-    model["centres"].requires_grad_(False)
-    return model
-
-
-def attached(place: Place, job: Training, *optimizers: Any) -> tuple[tierckpt.Checkpointer, Any]:
-    events: list[tierckpt.Event] = []
-    ckpt = import_adapter().Checkpointer(
-        job.model,
-        list(optimizers),
-        path=place.path,
-        shm_dir=place.shm,
-        when_busy="wait",
-        on_event=events.append,
-        **LEVELS,
-    )
-    return ckpt, events
-
-
-def plain_one_given_along(place: Place) -> tuple[bool, bool, list[str]]:
-    job = Training(1, net_of)
-    ckpt, events = attached(place, job, job.optimizer, job.plain)
-    for iteration in range(STEPS):
-        job.iterate(iteration, job.optimizer, job.plain)
-        ckpt.step()
-    before = job.centres()
-    ckpt.abandon()
-    again = Training(2, net_of)
-    ckpt, _ = attached(place, again, again.optimizer, again.plain)
-    same = ckpt.restore() == STEPS and again.centres() == before
-    ckpt.close()
-    everyone = horovod().allgather_object(before)
-    return same, len(set(everyone)) == 2, [e.text() for e in events if e.severity > 20]
-
-
-def test_a_plain_optimizer_beside_horovods_has_parameters_of_each_rank(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2, HOROVODRUN).run(plain_one_given_along, place) == [(True, True, [])] * 2
-
-
-def said_once(events: list[tierckpt.Event]) -> bool:
-    text = "centres.weight, centres.bias: trained now, and not reduced by Horovod"
-    said = [e for e in events if text in e.message]
-    return len(said) == 1 and (said[0].severity > 20) == (horovod().rank() == 0)
-
-
-def in_turn(
-    place: Place, stepped: Callable[[nn.ModuleDict], nn.Module], thaw_at: int, *plain: str
-) -> tuple[bool, bool, bool, list[str]]:
+def in_turn(place: Place, case: str) -> tuple[int, bool, bool, list[bool], list[str]]:
     """Centres are each rank's own from the moment on at which they are trained."""
-    job = Training(1, stepped)
-    ckpt, events = attached(place, job, job.optimizer)
+    job = Training(case, 1)
+    first = attach(job, place, optimizer=job.given, when_busy="wait")
     for iteration in range(STEPS):
-        if iteration == thaw_at:
+        if iteration == STEPS // 2:
             job.model["centres"].requires_grad_(True)
-        job.iterate(iteration, job.optimizer, *(getattr(job, name) for name in plain))
-        ckpt.step()
-    before = exact.digest(dict(job.model["centres"].state_dict()))
-    ckpt.abandon()
-    again = Training(2, stepped)
-    ckpt, _ = attached(place, again, again.optimizer)
-    restored = ckpt.restore()
-    after = exact.digest(dict(again.model["centres"].state_dict()))
-    ckpt.close()
-    failed = [e.text() for e in events if e.name == "failed"]
-    differ = len(set(horovod().allgather_object(before))) == 2
-    return restored == STEPS and before == after, differ, said_once(events), failed
+        job.iterate(iteration)
+        first.ckpt.step()
+    before = job.centres()
+    first.ckpt.abandon()
+    again = Training(case, 2)
+    second = attach(again, place, optimizer=again.given, when_busy="wait")
+    restored = int(second.ckpt.restore())
+    same = again.centres() == before
+    second.ckpt.close()
+    text = "centres.weight, centres.bias: trained now, and not reduced by Horovod"
+    said = [e.severity > 20 for e in first.said(text)]
+    others = [e.text() for e in first.events if e.severity > 20 and text not in e.text()]
+    return restored, same, len(set(horovod().allgather_object(before))) == 2, said, others
 
 
 @pytest.mark.parametrize(
-    "course",
+    ("case", "is_said"),
     [
-        pytest.param((net_of, -1, "plain"), id="by an optimizer that was not given"),
-        pytest.param((whole, 2), id="frozen at first"),
+        ("by an optimizer that was given", False),
+        ("by an optimizer that was not given", True),
+        ("frozen at first", True),
+        ("in a group that was added later", False),
     ],
 )
-def test_parameters_trained_later_are_per_rank_from_then_on(
-    course: tuple[Any, ...], ranks: Any, tmp_path: Path, shm_dir: Path
+def test_parameters_that_horovod_does_not_reduce_are_each_ranks_own(
+    case: str, is_said: bool, pool: RankPool, place: Place
 ) -> None:
-    told = ranks(2, HOROVODRUN).run(in_turn, Place.under(tmp_path, shm_dir), *course)
-    assert told == [(True, True, True, [])] * 2
-
-
-def added_later(place: Place) -> tuple[bool, bool]:
-    """A parameter group that Horovod does not know."""
-
-    def new(seed: int) -> Training:
-        job = Training(seed, net_of)
-        job.optimizer.add_param_group({"params": list(job.model["centres"].parameters())})
-        return job
-
-    job = new(1)
-    ckpt, _ = attached(place, job, job.optimizer)
-    for iteration in range(STEPS):
-        job.iterate(iteration, job.optimizer)
-        ckpt.step()
-    before = exact.digest(dict(job.model["centres"].state_dict()))
-    ckpt.abandon()
-    again = new(2)
-    ckpt, _ = attached(place, again, again.optimizer)
-    restored = ckpt.restore()
-    after = exact.digest(dict(again.model["centres"].state_dict()))
-    ckpt.close()
-    everyone = horovod().allgather_object(before)
-    return restored == STEPS and after == before, len(set(everyone)) == 2
-
-
-def test_a_group_that_was_added_later_is_each_ranks_own(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2, HOROVODRUN).run(added_later, place) == [(True, True)] * 2
-
-
-def what_is_refused(place: Place) -> list[str]:
-    job = Training(1, net_of)
-    wrapped = torch.optim.SGD(job.model["net"].parameters(), lr=0.1)
-    told = []
-    for optimizers in ([job.plain], [job.optimizer, wrapped]):
-        with pytest.raises(tierckpt.ConfigError) as error:
-            attached(place, job, *optimizers)
-        told.append(str(error.value))
-    return told
-
-
-def test_a_plain_optimizer_in_the_place_of_horovods_is_refused(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for told in ranks(2, HOROVODRUN).run(what_is_refused, Place.under(tmp_path, shm_dir)):
-        assert all("not a result of hvd.DistributedOptimizer" in text for text in told)
+    """If that is not known at the start, rank 0 warns of it once."""
+    for number, (*told, others) in enumerate(pool.run(in_turn, place, case)):
+        assert told == [STEPS, True, True, [number == 0] if is_said else []]
+        warned = number == 0 and case == "by an optimizer that was not given"
+        assert ["the checkpointer was not given it" in text for text in others] == [True] * warned
 
 
 # --- after a restore -----------------------------------------------------------------------------
@@ -230,38 +132,6 @@ def own_momentum_broadcast(place: Place) -> tuple[int, bool, bool]:
 
 
 def test_a_broadcast_after_the_restore_leaves_each_rank_its_own_momentum(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    pool: RankPool, place: Place
 ) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2, HOROVODRUN).run(own_momentum_broadcast, place) == [(STEPS, True, True)] * 2
-
-
-def a_second_one_by_import(place: Place) -> str:
-    drop_in = importlib.import_module("horovod_ckpt.torch")
-    model = Net()
-
-    def made(part: nn.Module, name: str, path: str) -> Any:
-        return drop_in.DistributedOptimizer(
-            torch.optim.SGD(part.parameters(), lr=0.1),
-            [(f"{name}.{n}", p) for n, p in part.named_parameters()],
-            model=model,
-            path=path,
-            shm_dir=place.shm,
-            close_at_exit=False,
-        )
-
-    first = made(model.body, "body", place.path)
-    try:
-        with pytest.raises(tierckpt.ConfigError) as error:
-            made(model.head, "head", f"{place.path}-of-the-second")
-    finally:
-        first.checkpointer.close()
-    return str(error.value)
-
-
-def test_the_second_optimizer_of_a_model_is_refused(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for told in ranks(2, HOROVODRUN).run(a_second_one_by_import, Place.under(tmp_path, shm_dir)):
-        assert "this model has a checkpointer already" in told
-        assert "horovod_ckpt.install" in told
+    assert pool.run(own_momentum_broadcast, place) == [(STEPS, True, True)] * 2

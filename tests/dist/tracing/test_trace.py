@@ -110,13 +110,3 @@ def check_report(timeline: Timeline, folder: Path) -> None:
         for rank in timeline.ranks()
         for bucket in size_buckets(timeline.of("allreduce", rank=rank))
     }
-
-
-def test_a_second_run_appends_to_the_same_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    folder = tmp_path / "traces"
-    for life in range(2):
-        place = Place.under(tmp_path / f"life{life}", shm_dir)
-        ranks(2).run(traced, place, str(folder))
-    timeline = load_traces(sorted(folder.glob("trace-r*.json")), None)
-    assert len(timeline.of("begin", rank=0)) == 2
-    assert summarize(timeline).gaps.count == 2 * 2 * (STEPS - 1)

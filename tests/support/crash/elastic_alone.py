@@ -54,6 +54,13 @@ def main(folder: Path, shm_dir: Path) -> None:
         TorchState(model, optimizer, attributes=schedule)
     assert TorchState(model, optimizer, attributes=3, type=4).attributes == 3
 
+    for wrong, text in (
+        ({"callbacks": [3]}, "3 is not a tierckpt."),
+        ({"on_event": 3}, "on_event is 3"),
+    ):
+        with pytest.raises(TypeError, match=text):  # and not only at the first `sync()`
+            TorchState(model, optimizer, tierckpt={"path": str(folder / "ckpts"), **wrong})
+
     told: list[str] = []
     settings: dict[str, Any] = {"path": str(folder / "ckpts"), "shm_dir": str(shm_dir)}
     settings |= {"local_every_seconds": 0, "on_event": lambda event: told.append(event.text())}

@@ -48,8 +48,7 @@ FOLDER = Path(os.environ["ELASTIC_FOLDER"])
 OPTIONS: dict[str, Any] = json.loads(os.environ["ELASTIC_OPTIONS"])
 """`steps`: their number; `gates`: names, by the step before which all ranks wait there; `joins`:
 steps after which rank 0 waits, in the commit, until Horovod has reported hosts to it; `machines`:
-every host has memory and disk of its own; `drifts`: pairs of a step and a rank; one bit of a weight
-flips there."""
+every host has memory and disk of its own."""
 WIDTH, ROWS, CLASSES = 32, 4, 4
 EPOCH_STEPS = 8
 """Steps of an epoch on two ranks. Samples are distributed without a remainder on one rank, too."""
@@ -131,8 +130,6 @@ def train_one(state: Any, indices: list[int], dealt: list[int]) -> None:
     with state.optimizer.skip_synchronize():
         state.optimizer.step()
     point("updated", step=step)
-    if [step, hvd.rank()] in OPTIONS["drifts"]:
-        state.model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
     state.schedule.step()
     state.sampler.record_batch(0, ROWS)
     state.resumable.step()
