@@ -108,7 +108,7 @@ def test_one_library_continues_where_another_was(
 
 
 def test_a_fork_of_one_library_starts_from_anothers_version(
-    left: Left, tmp_path: Path, shm_dir: Path, pool: RankPool, place: Place
+    left: Left, tmp_path: Path, shm_dir: Path, pool: RankPool
 ) -> None:
     disk, made = left((GLOO, 2))
     place, fork_from = Place(str(tmp_path / "fork"), str(shm_dir)), f"{disk}@v{VERSION}"
