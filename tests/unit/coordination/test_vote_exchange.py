@@ -483,17 +483,6 @@ def test_a_rank_lost_while_the_page_is_made_costs_no_descriptor() -> None:
             ballots_for(group, one_node(2), WIDTH)
 
 
-def test_ranks_of_several_nodes_vote_by_the_group() -> None:
-    def program(group: ThreadGroup) -> bool:
-        box = ballots_for(group, Node.of(str(group.rank), ["0", "1"]), WIDTH)
-        found = box.all_reduce_min([group.rank] * WIDTH).wait()
-        box.even_out()
-        box.close()
-        return isinstance(box, GroupBallots) and found == [0] * WIDTH
-
-    assert all(run_ranks(2, program))
-
-
 @pytest.mark.parametrize(
     "what",
     ["none can be made", "not in this Python", "one cannot open it", "another file", "pidfd"],
