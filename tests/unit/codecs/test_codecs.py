@@ -78,11 +78,6 @@ class Mirror:
         return bytes(block)[:0:-1]
 
 
-class TestMirror(CodecConformance):
-    def make_codec(self) -> Codec:
-        return Mirror(mark=7)
-
-
 # --- the codecs ---------------------------------------------------------------------------------
 
 
