@@ -393,21 +393,6 @@ def test_shards_visible_to_all_are_read_on_all_nodes_equally(
     assert max(each.values()) - min(each[node] for node in set(names)) <= 1
 
 
-def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
-    """Two groups of XOR; one lost a shard, which it rebuilds, the other two, which it cannot."""
-    codes = {v: {(0, 1, 2): Code(3, 2, 1), (3, 4, 5): Code(3, 2, 1)} for v in VERSIONS}
-    disks = {n: {(v, p, n) for v in VERSIONS for p in (False, True)} for n in range(6)}
-    disks[1] = disks[3] = disks[4] = set()
-    world = World(list(range(6)), list(range(6)), codes, disks, {2}, set(), set())
-    plan = planned(world)
-    assert plan is not None
-    assert plan.id.version == 2
-    assert [s.place.level for s in plan.sources] == [
-        *("local", "peer", "local"),
-        *("persistent", "persistent", "local"),
-    ]
-
-
 def mirror(shard: int, node: int, run_id: str = "life", version: int = 1) -> FoundParity:
     """Parity of a mirrored pair, 0 and 1: the copy of the other shard, stored beside `shard`."""
     key = ParityKey(VersionId(1, version), shard, 2)
@@ -447,15 +432,6 @@ def test_parity_that_a_rank_cannot_get_at_is_read_by_one_that_can() -> None:
 def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:
     each = [load[rank] for rank in ranks]
     return max(each) - min(each) <= 1
-
-
-def test_few_files_for_many_ranks_are_read_on_all_nodes() -> None:
-    """16 shards of a small job, for 64 ranks on 8 nodes: two on each node."""
-    shards = [found_at(ShardKey(VersionId(1, 1), s, 16), FAR, LINEAGE) for s in range(16)]
-    nodes = [f"node{rank // 8}" for rank in range(64)]
-    plan = plan_restore([shards, *([] for _ in range(63))], nodes=nodes)
-    assert plan is not None
-    assert Counter(s.reader // 8 for s in plan.sources) == dict.fromkeys(range(8), 2)
 
 
 def test_a_plan_for_many_ranks_does_not_look_at_all_of_them_for_each_shard() -> None:
