@@ -17,3 +17,8 @@ def is_seen(true: Callable[[], Any], patience_seconds: float) -> bool:
         time.sleep(pause_seconds)  # polling takes CPU time from the processes waited for
         pause_seconds = min(1.5 * pause_seconds, 0.05)
     return True
+
+
+def until(true: Callable[[], Any], patience_seconds: float = 120.0) -> None:
+    """Poll until the condition holds; it must, within that time."""
+    assert is_seen(true, patience_seconds), "waited in vain"

@@ -56,25 +56,6 @@ def test_an_interrupt_is_no_error_of_the_callbacks() -> None:
         CallbackList([Interrupted()]).call("on_step_boundary", 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("on_attached", None),
-        ("on_event", None),
-        ("on_allreduce_launched", []),
-        ("on_step_boundary", 1),
-        ("on_sealed", None),
-        ("on_committed", None),
-        ("on_restored", None),
-    ],
-)
-def test_a_callback_not_overridden_does_nothing(
-    name: str, argument: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    CallbackList([Callbacks()]).call(name, argument)
-    assert caplog.records == []
-
-
 def test_an_empty_list_is_reported() -> None:
     """The hot path asks before it prepares arguments."""
     callbacks = CallbackList()

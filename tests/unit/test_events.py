@@ -38,15 +38,6 @@ def test_events_are_lines_of_json(tmp_path: Path) -> None:
     assert set(first) == set(Event.__dataclass_fields__)
 
 
-def test_a_restarted_job_appends_to_the_file(tmp_path: Path) -> None:
-    for life in range(2):
-        log = EventLog(0, str(tmp_path))
-        log.emit("notice", version=life)
-        log.close()
-    lines = (tmp_path / "events-r00000.jsonl").read_text().splitlines()
-    assert [json.loads(line)["version"] for line in lines] == [0, 1]
-
-
 def test_a_restarted_job_does_not_continue_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "events-r00000.jsonl"
     path.write_text('{"name":"sealed","lev')

@@ -146,8 +146,6 @@ LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "held": (lambda: DataLoader(Augmented(), BATCH, shuffle=True), {"ahead": 1}),
     "held, reads ahead": (OneAhead, {"ahead": 1}),
     "own": (own_draws, {}),
-    "own, held": (own_draws, {"ahead": 1}),
-    "own, loaded again": (own_draws, {"skip": "load"}),
     "own, reads ahead": (own_draws_ahead, {}),
     "drawn": (drawn, {"ahead": 1, "skip": "none"}),
 }

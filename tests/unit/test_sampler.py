@@ -156,14 +156,6 @@ def test_the_same_ranks_continue_as_if_nothing_had_happened(
     assert together(resumed) == together(undisturbed)
 
 
-def test_more_ranks_than_samples_are_left_repeat_some_and_skip_none() -> None:
-    before = job(1, 10, batch_size=1)
-    seen = flat(together(before, 7))
-    left = flat(together(restarted(before, job(5, 10, batch_size=1))))
-    assert len(left) == 5
-    assert set(range(10)) - set(seen) < set(left)
-
-
 def test_the_seed_is_the_checkpoints() -> None:
     before = job(2, seed=11)
     seen = flat(together(before, 3))
@@ -188,16 +180,6 @@ def test_another_order_is_refused_and_nothing_changed(other: dict[str, Any], sai
 
 
 # --- a pass --------------------------------------------------------------------------------------
-
-
-def test_samples_drawn_ahead_do_not_count_as_trained() -> None:
-    (sampler,) = job(1)
-    drawn = iter(sampler)
-    batches = [next(drawn) for _ in range(6)]
-    sampler.step()
-    sampler.step()
-    assert sampler.position.taken == 6
-    assert next(iter(sampler)) == batches[2]
 
 
 def test_the_length_is_that_of_the_pass_all_through_it() -> None:

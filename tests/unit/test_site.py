@@ -40,14 +40,6 @@ def build(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[st
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_links_to_pages_folders_and_code_are_accepted(tmp_path: Path) -> None:
-    done = build(tmp_path, {})
-    assert (done.returncode, done.stdout) == (0, "")
-    page = (tmp_path / "out" / "README.html").read_text()
-    assert 'href="docs/page.html#here"' in page
-    assert "setup.py" in page
-
-
 def test_flaws_of_pages_fail_the_build(tmp_path: Path) -> None:
     """Among them a page in no section."""
     page = SOUND["docs/page.md"] + "\n" + "\n\n".join(FLAWS)

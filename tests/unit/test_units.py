@@ -1,4 +1,4 @@
-"""Times and sizes as people write them."""
+"""Times and sizes as people write them, and lists in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tierckpt._text import bytes_of, seconds_of, time_text
+from tierckpt._text import bytes_of, seconds_of, some, time_text
 from tierckpt.errors import ConfigError
 
 
@@ -28,3 +28,11 @@ def test_times_and_sizes() -> None:
             seconds_of(nonsense)
         with pytest.raises(ConfigError, match="write for example"):
             bytes_of(nonsense)
+
+
+def test_of_a_long_list_the_first_few_are_shown_and_the_number_of_the_others() -> None:
+    assert some([]) == ""
+    assert some(["a", "b", "c"]) == "a, b, c"
+    assert some(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+    assert some(range(12), 8) == "0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert some(["a, b", "c", "d", "e"], 2, "; ") == "a, b; c and 2 more"

@@ -12,13 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tierckpt.agent.address import TAKEN
 from tierckpt.agent.connection_states import (
-    AGAIN_SECONDS,
     ANSWER_SECONDS,
     GONE_SECONDS,
     JOIN_SECONDS,
     LINKED,
     MAX_AGENTS,
-    OUTDATED,
     START_SECONDS,
     AcceptWelcome,
     Action,
@@ -56,7 +54,6 @@ STARTING = Standing(State.STARTING, needed=True, follows=True, unproved=True, si
 GREETING = Standing(State.GREETING, needed=True, since=NOW)
 CONNECTED = Standing(State.CONNECTED, needed=True, pid=7, greeted=7, since=NOW)
 WAITING = Standing(State.WAITING, needed=True, ask_after=NOW + 1.0)
-GONE = Standing(State.OUTDATED, needed=True)
 EVENTS: list[Event] = [
     Needed(),
     Tick(),
@@ -88,11 +85,6 @@ def failure(actions: list[Action]) -> OSError:
 # --- finding one, or starting it -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [Standing(), NEEDED, replace(NEEDED, inline=True)])
-def test_without_an_agent_all_places_are_looked_at(at: Standing) -> None:
-    assert after(at, Tick()) == (at, [Connect(ALL)])
-
-
 def test_one_is_started_only_where_it_is_needed_and_by_whom_it_should_be() -> None:
     assert after(Standing(), NoListener())[1] == []
     assert after(Standing(), Needed(), NoListener())[1] == [StartProcess()]
@@ -100,16 +92,6 @@ def test_one_is_started_only_where_it_is_needed_and_by_whom_it_should_be() -> No
     later, actions = after(Standing(first=False), Needed(), NoListener())
     assert actions == [], "left to the first rank"
     assert after(later, NoListener(), seconds=JOIN_SECONDS)[1] == [StartProcess()]
-
-
-def test_a_rank_of_another_environment_waits_for_the_first_and_says_when_it_does_not_come() -> None:
-    at, actions = after(Standing(may_start=False), Needed(), NoListener())
-    assert actions == []
-    assert after(at, NoListener(), seconds=START_SECONDS - 1)[1] == []
-    at, actions = after(at, NoListener(), seconds=START_SECONDS)
-    assert "the node's first rank" in str(failure(actions))
-    at, _ = after(at, Connected(0), Welcomed(7), HangUp(), seconds=START_SECONDS)
-    assert after(at, NoListener(), seconds=START_SECONDS)[1] == [], "it waits again"
 
 
 def test_a_new_run_leaves_the_start_to_the_first_rank_again() -> None:
@@ -138,12 +120,6 @@ def test_a_process_that_ended_before_it_was_reached(status: int, fails: bool) ->
         assert f"a new agent ended with exit status {status}" in str(failure(actions))
         at, actions = after(at, NoListener())
     assert actions == [StartProcess()]
-
-
-def test_a_process_is_started_again_after_a_while_at_the_earliest() -> None:
-    at, _ = after(NEEDED, ProcessStarted(), ProcessEnded(TAKEN))
-    assert after(at, NoListener())[1] == []
-    assert after(at, NoListener(), seconds=AGAIN_SECONDS)[1] == [StartProcess()]
 
 
 def test_an_agent_that_served_and_ended_is_no_failed_start() -> None:
@@ -175,14 +151,6 @@ def test_a_welcome_introduces_a_new_agent_and_no_other() -> None:
     assert actions == [AcceptWelcome(introduce=True)]
 
 
-def test_no_answer_in_time_passes_the_agent_over() -> None:
-    assert after(GREETING, Tick(), seconds=ANSWER_SECONDS - 0.1) == (GREETING, [])
-    at, actions = after(GREETING, Tick(), seconds=ANSWER_SECONDS)
-    assert (at.state, at.index, at.passed) == (State.SEARCHING, 1, {0})
-    text = "agent 0 of this node does not answer; another one takes its place"
-    assert actions == [Close(), Report(text, logging.ERROR), Connect((1, 2, 3))]
-
-
 @pytest.mark.parametrize(
     ("event", "text", "severity"),
     [
@@ -210,13 +178,6 @@ def test_where_all_addresses_are_skipped_it_is_reported_once_and_tried_again() -
     assert after(at, Tick(), seconds=ANSWER_SECONDS)[1] == [Connect(ALL)]
 
 
-def test_an_agent_that_just_ends_is_asked_again_where_it_was() -> None:
-    at, actions = after(GREETING, Ended())
-    assert (at.state, at.passed, actions) == (State.SEARCHING, frozenset(), [Close()])
-    at, _ = after(replace(GREETING, follows=True), Ended())
-    assert at.state is State.STARTING
-
-
 # --- predecessors and successors -----------------------------------------------------------------
 
 
@@ -237,37 +198,7 @@ def test_a_predecessors_end_is_awaited_at_its_place() -> None:
     assert (at.index, actions) == (1, [Close(), Report(text, logging.ERROR)])
 
 
-def test_a_predecessor_with_an_inheritance_needs_a_successor() -> None:
-    at, _ = after(replace(GREETING, needed=False), PredecessorEnds(9, inherits=True))
-    assert (at.needed, at.inherits) == (True, True)
-    at, _ = after(at, Tick(), Connected(0), Welcomed(10), seconds=1.0)
-    assert not at.inherits, "it has it"
-
-
-@pytest.mark.parametrize("at", [GREETING, CONNECTED, replace(CONNECTED, inherits=True)])
-def test_an_outdated_trainer_has_no_agent_any_more(at: Standing) -> None:
-    at, actions = after(at, DeclaredOutdated())
-    assert (at.state, at.pid, at.inherits) == (State.OUTDATED, None, False)
-    assert actions == [Close(), Report(OUTDATED, logging.ERROR), GiveUp(OUTDATED)]
-    for event in EVENTS:
-        at, actions = after(at, event)
-        assert at.state is State.OUTDATED
-        if isinstance(event, Tick):
-            assert str(failure(actions)) == OUTDATED
-        else:
-            assert actions == []
-
-
 # --- a connection --------------------------------------------------------------------------------
-
-
-def test_an_agent_that_ends_or_talks_nonsense_is_lost_and_its_owner_hangs_up() -> None:
-    assert after(CONNECTED, Ended()) == (CONNECTED, [ReportLost("the agent ended unexpectedly")])
-    lost = [ReportLost("the agent is not understood")]
-    assert after(CONNECTED, NotUnderstood("is not understood")) == (CONNECTED, lost)
-    at, actions = after(CONNECTED, HangUp())
-    assert (at.state, at.pid, actions) == (State.SEARCHING, None, [Close()])
-    assert after(CONNECTED, Tick()) == (CONNECTED, [])
 
 
 @pytest.mark.parametrize("at", [NEEDED, STARTING, WAITING])

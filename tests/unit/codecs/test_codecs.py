@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from tests.support.checksum_codec import Checksum
 from tierckpt.codecs import (
     FILE_VARIABLE,
     KEY_VARIABLE,
@@ -45,11 +44,6 @@ KEY, OTHER_KEY = "5e" * 32, "a7" * 32
 def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-
-
-class TestChecksum(CodecConformance):
-    def make_codec(self) -> Codec:
-        return Checksum()
 
 
 class TestZstd(CodecConformance):
@@ -84,21 +78,7 @@ class Mirror:
         return bytes(block)[:0:-1]
 
 
-class TestMirror(CodecConformance):
-    def make_codec(self) -> Codec:
-        return Mirror(mark=7)
-
-
 # --- the codecs ---------------------------------------------------------------------------------
-
-
-def test_a_checksum_finds_every_flipped_bit() -> None:
-    stored = bytes(Checksum().encode(BLOCKS["odd"], PLACE))
-    for at in range(0, len(stored), 97):
-        damaged = bytearray(stored)
-        damaged[at] ^= 0x10
-        with pytest.raises(CorruptShardError):
-            Checksum().decode(bytes(damaged), PLACE)
 
 
 def test_planes_are_gathered_and_scattered() -> None:

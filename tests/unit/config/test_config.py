@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -69,17 +68,6 @@ def toml(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_without_any_source_the_defaults_hold() -> None:
-    assert load_config({}, {}) == Config(path=os.path.abspath("ckpts"))
-
-
-def test_paths_are_absolute_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = load_config({"path": "here", "shm_dir": "there"}, {})
-    monkeypatch.chdir("/")
-    assert (config.path, config.shm_dir) == (str(tmp_path / "here"), str(tmp_path / "there"))
-
-
 def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     for setting, kind in known_settings().items():
         if setting == STORAGE_OPTIONS:
@@ -94,14 +82,6 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
             expected = os.path.abspath(value) if setting.endswith(("path", "shm_dir")) else value
             assert read(config, setting) == expected
             assert type(read(config, setting)) is kind
-
-
-def test_the_flat_names_are_all_the_fields() -> None:
-    inner = TABLES
-    expected = {f.name for f in dataclasses.fields(Config)} - set(inner)
-    for table, kind in inner.items():
-        expected |= {f"{table}_{f.name}" for f in dataclasses.fields(kind)}
-    assert set(known_settings()) == expected
 
 
 def test_arguments_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -139,10 +119,6 @@ def test_a_variable_with_a_misspelt_prefix_does_not_pass_in_silence(wrong: str) 
     with pytest.raises(ConfigError, match=rf"{wrong} has no effect: did you mean TIERCKPT_PATH\?"):
         load_config({}, {wrong: "/x"})
     assert load_config({}, {"FRONTIER_PATH": "/x", "TIER_PATH": "/x"}) == load_config({}, {})
-
-
-def test_a_path_may_be_a_path(tmp_path: Path) -> None:
-    assert load_config({"path": tmp_path}, {}).path == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -218,20 +194,6 @@ def test_a_setting_of_no_level_below_a_table_is_answered_with_its_place(tmp_path
     assert load_config({}, {}, file).path == "/run7"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "must"),
-    [
-        ("local_every_seconds", "5m", "a number of seconds"),
-        ("local_every_steps", "often", "a whole number of steps or auto"),
-        ("persistent_bytes_per_second", "1G", "a number of bytes"),
-        ("slots", "two", "a whole number"),
-    ],
-)
-def test_a_wrong_value_is_answered_with_the_unit(name: str, value: str, must: str) -> None:
-    with pytest.raises(ConfigError, match=rf"is '{value}'; it must be {must}$"):
-        load_config({name: value}, {})
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_setting_given_twice_in_a_file_is_refused(order: int, tmp_path: Path) -> None:
     lines = ["local.every_steps = 10\n", "local_every_steps = 20\n"]
@@ -240,25 +202,23 @@ def test_one_setting_given_twice_in_a_file_is_refused(order: int, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("setting", "values", "must"),
     [
-        ("slots", 2.0),
-        ("slots", "two"),
-        ("slots", "2.5"),
-        ("slots", True),
-        ("slots", [2]),
-        ("path", 3),
-        ("local_every_seconds", "soon"),
-        ("local_every_seconds", False),
-        ("local_every_seconds", {"a": 1}),
-        ("when_busy", 1),
+        ("slots", (2.0, "two", "2.5", True, [2]), "a whole number"),
+        ("path", (3,), "a text"),
+        ("when_busy", (1,), "a text"),
+        ("local_every_seconds", ("auto", "5m", False, {"a": 1}), "a number of seconds"),
+        ("local_every_steps", ("often",), "a whole number of steps or auto"),
+        ("persistent_bytes_per_second", ("1G",), "a number of bytes"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) -> None:
-    kinds = {"slots": "a whole number", "local_every_seconds": "a number"}
-    must = kinds.get(setting, "a text")
-    with pytest.raises(ConfigError, match=f"{setting} in the arguments is .*must be {must}"):
-        load_config({setting: value}, {})
+def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
+    setting: str, values: tuple[Any, ...], must: str
+) -> None:
+    for value in values:
+        said = f"{setting} in the arguments is {value!r}; it must be {must}"
+        with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+            load_config({setting: value}, {})
 
 
 @pytest.mark.parametrize(
@@ -283,6 +243,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) 
         ("agent_nice", -21),
         ("agent_nice", 20),
         ("overhead_budget", 0.0),
+        ("mean_failure_seconds", -1.0),
         ("overhead_budget", 1.0),
         ("overhead_budget", 3),
         ("overhead_budget", math.nan),
@@ -314,10 +275,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"\xff\xfepath = 'x'")
     with pytest.raises(ConfigError, match=r"latin\.toml: .*utf-8"):
         load_config({}, {}, tmp_path / "latin.toml")
-
-
-def test_a_config_error_is_a_value_error_too() -> None:
-    assert issubclass(ConfigError, ValueError)
 
 
 # --- combinations that make no sense -------------------------------------------------------------
@@ -382,8 +339,3 @@ def test_an_option_of_a_directory_must_be_true_or_false(option: str, path: str) 
     found = load_config({"persistent_path": path, STORAGE_OPTIONS: given}, {})
     assert found.persistent.options() == given
     load_config({"persistent_path": "own://place", STORAGE_OPTIONS: {option: "its own"}}, {})
-
-
-def test_the_settings_of_a_running_job_do_not_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().slots = 3  # type: ignore[misc]

@@ -13,7 +13,7 @@ from tierckpt.agent import Agent, retention_policy
 from tierckpt.checkpointer import Tiers, agent_client
 from tierckpt.config import load_config
 from tierckpt.coordination import JobTopology, redundancy_groups
-from tierckpt.erasure import kernels
+from tierckpt.erasure import ISAL_MISSING
 from tierckpt.group import Node, SingleGroup
 from tierckpt.storage import directory_of_job
 
@@ -67,7 +67,9 @@ def test_a_start_says_once_that_parity_will_be_slow(
     shm_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "find_isal", lambda: "a library" if there else None)
+    monkeypatch.setattr(
+        "tierckpt.erasure.kernels.find_isal", lambda: "a library" if there else None
+    )
     given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
     config = load_config({**given, "peer_redundancy": redundancy}, {})
     hosts = ("a", "b", "c", "d")
@@ -82,4 +84,4 @@ def test_a_start_says_once_that_parity_will_be_slow(
     levels = Tiers(config, group, topology, groups, resources, agreement, said)
     with contextlib.closing(levels.agent):
         levels.open()
-    assert said.notices == [kernels.ISAL_MISSING] * told
+    assert said.notices == [ISAL_MISSING] * told

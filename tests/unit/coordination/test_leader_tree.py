@@ -145,13 +145,6 @@ def test_other_threads_may_wait_too() -> None:
     assert in_tree((2, 2), program) == [[[0] * WIDTH] * 3] * 4
 
 
-def test_a_vote_of_a_thousand_turns_leaves_no_descriptor() -> None:
-    before = _descriptors()
-    in_tree((2, 2), lambda group, tree: [tree.all_reduce_min([0] * WIDTH).wait() for _ in range(9)])
-    assert _descriptors() == before
-    assert not [t for t in threading.enumerate() if t.name == "tierckpt-votes"]
-
-
 def test_silent_connections_are_probed() -> None:
     """An evaluation has no votes for long; firewalls forget silent connections."""
 

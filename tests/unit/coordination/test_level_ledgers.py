@@ -52,6 +52,16 @@ def agreement() -> Agreement:
     return Agreement(group, ballots, CONFIG, lambda *_: None, lambda: None)
 
 
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def reports(log: Any, agreement: Agreement) -> Reports:
+    return Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)
+
+
 def test_a_level_unfinished_at_the_end_is_broken_where_somebody_waits(agreement: Agreement) -> None:
     agreement.open(v(1), INTERVALS)
     for level in (PEER, PERSISTENT):
@@ -107,10 +117,8 @@ def test_the_time_of_each_level_passes_by_itself(
 
 
 def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
-    agreement: Agreement,
+    log: Log, reports: Reports, agreement: Agreement
 ) -> None:
-    log = Log()
-    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     for message in (
         Committed(v(1), 8, 0.1, 0.2, False),
         Flushed(v(1), 8, 0.5, True),
@@ -140,10 +148,10 @@ def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
     assert log.events[4]["behind_since"] == 1
 
 
-def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(agreement: Agreement) -> None:
+def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(
+    log: Log, reports: Reports, agreement: Agreement
+) -> None:
     """A disk full for a night, on 64 ranks. The end of it is shown, too."""
-    log = Log()
-    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     for version in range(1, 101):
         agreement.local.open = [v(version)]
         reports.on_agent_message(CommitFailed(v(version), f"full: .v{version}.tmp"))
@@ -159,10 +167,10 @@ def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(agreement: Agreeme
     assert log.events[-1]["severity"] == logging.ERROR, "another night"
 
 
-def test_a_warning_at_every_version_is_shown_at_a_decreasing_rate(agreement: Agreement) -> None:
+def test_a_warning_at_every_version_is_shown_at_a_decreasing_rate(
+    log: Log, reports: Reports
+) -> None:
     """A disk that has turned read-only: no version can be retired, and none is lost by that."""
-    log = Log()
-    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     for version in range(1, 101):
         reports.on_agent_message(Problem(f"cannot retire v{version} (0 of 2): read-only"))
         reports.notice("once", logging.INFO)
@@ -172,10 +180,8 @@ def test_a_warning_at_every_version_is_shown_at_a_decreasing_rate(agreement: Agr
     assert len([each for each in log.events if each["severity"] == logging.INFO]) == 100
 
 
-def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(agreement: Agreement) -> None:
+def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(log: Log, reports: Reports) -> None:
     """Forward passes that change weights: this rank fails, and then the vote says so once more."""
-    log = Log()
-    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     for version in range(1, 10):
         reports.lost(version, "weight: changed")
         reports.lost(version, "void on all")
@@ -193,10 +199,8 @@ def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(agreement: Agree
     ("memory", "text"), [(25, "It is stored in memory: keep"), (9, "nowhere"), (None, "nowhere")]
 )
 def test_the_last_word_names_the_places_that_have_the_version(
-    memory: int | None, text: str, agreement: Agreement
+    memory: int | None, text: str, log: Log, reports: Reports
 ) -> None:
-    log = Log()
-    reports = Reports(CONFIG, log, CallbackList(()), agreement, lambda: 0)  # type: ignore[arg-type]
     reports.ended(JobEnd(25, {"memory": memory, "local": None}, ("local",)), halted=False)
     assert "v25 is missing: /disk has no version. It is stored" in log.events[0]["message"]
     assert text in log.events[0]["message"]

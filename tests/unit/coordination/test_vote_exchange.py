@@ -151,42 +151,6 @@ def test_equal_rows_are_a_result_only_if_every_byte_is_there() -> None:
     assert third == [whole] * turns
 
 
-def test_nothing_is_known_before_the_last_rank_has_voted() -> None:
-    voted = threading.Event()
-
-    def program(group: ThreadGroup, box: SharedBallots) -> bool:
-        if group.rank:
-            time.sleep(0.05)
-            voted.set()
-        pending = box.all_reduce_min([0] * WIDTH)
-        pending.wait()
-        return voted.is_set()
-
-    assert on_pages(3, program) == [True] * 3
-
-
-@pytest.mark.parametrize("damaged", range(0, 8 * (1 + WIDTH) + 4, 3))
-def test_half_a_vote_is_none(damaged: int) -> None:
-    """Another processor may see any bytes of a row during its write."""
-
-    def program(group: ThreadGroup, box: SharedBallots) -> tuple[Any, Any]:
-        box.all_reduce_min([7 + group.rank] * WIDTH)
-        group.barrier()
-        page = box._page
-        assert page is not None
-        at = box._place(1, 1) + damaged
-        whole = page[at]
-        group.barrier()
-        if group.rank == 0:
-            page[at] = whole ^ 0x40
-            torn = box._vote(page, 1, 1)
-            page[at] = whole
-        group.barrier()
-        return (torn if group.rank == 0 else None, box._vote(page, 1, 1))
-
-    assert on_pages(2, program)[0] == (None, ([8] * WIDTH, ()))
-
-
 def rows_of(group: ThreadGroup, box: Ballots) -> tuple[Any, ...]:
     """Three turns; in the second all ranks give integers along."""
     own = [group.rank * 1000 + i for i in range(OWN_WIDTH)]
@@ -481,17 +445,6 @@ def test_a_rank_lost_while_the_page_is_made_costs_no_descriptor() -> None:
         group.rank, group.size, group.lost_at = 0, 2, at
         with pytest.raises(_Broken):
             ballots_for(group, one_node(2), WIDTH)
-
-
-def test_ranks_of_several_nodes_vote_by_the_group() -> None:
-    def program(group: ThreadGroup) -> bool:
-        box = ballots_for(group, Node.of(str(group.rank), ["0", "1"]), WIDTH)
-        found = box.all_reduce_min([group.rank] * WIDTH).wait()
-        box.even_out()
-        box.close()
-        return isinstance(box, GroupBallots) and found == [0] * WIDTH
-
-    assert all(run_ranks(2, program))
 
 
 @pytest.mark.parametrize(

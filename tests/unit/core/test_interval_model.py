@@ -121,9 +121,7 @@ def test_the_time_that_a_checkpoint_takes_is_lost_with_its_interval() -> None:
     assert cost.restarts == pytest.approx(10 / 1000)
 
 
-@pytest.mark.parametrize(
-    ("cheap", "dear", "share"), [(2.0, 20.0, 0.1), (4.0, 6.0, 0.02), (8.0, 5.0, 0.5)]
-)
+@pytest.mark.parametrize(("cheap", "dear", "share"), [(2.0, 20.0, 0.1), (8.0, 5.0, 0.5)])
 def test_no_other_intervals_are_better_in_the_simulation(
     cheap: float, dear: float, share: float
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.coordination import Offer, gather_inventories, is_sender
+from tierckpt.coordination import gather_inventories
 from tierckpt.core import (
     Found,
     FoundParity,
@@ -12,7 +12,6 @@ from tierckpt.core import (
     Location,
     Pin,
     Problem,
-    inventory_digest,
     pack_inventory,
     unpack_inventory,
 )
@@ -58,12 +57,6 @@ def test_a_packed_inventory_is_the_same_after_it() -> None:
     assert type(unpack_inventory(pack_inventory(whole)).problems[0].keys[0]) is ParityKey
 
 
-def test_the_token_is_not_packed() -> None:
-    assert inventory_digest(pack_inventory(inventory(0, "one"))) == inventory_digest(
-        pack_inventory(inventory(0, "another"))
-    )
-
-
 def test_an_inventory_of_many_shards_is_short() -> None:
     packed = pack_inventory(inventory(0, shards=tuple(range(1000))))
     assert len(packed) < 15 * 1000
@@ -101,8 +94,3 @@ def test_ranks_of_a_node_that_found_different_copies_all_send_theirs() -> None:
 
     for found in run_ranks(3, look):
         assert [len(i.found) for i in found] == [5, 3, 5]
-
-
-def test_only_the_first_rank_with_an_inventory_sends_it() -> None:
-    offers = [Offer(mark, "", (0, "")) for mark in (b"a", b"b", b"a")]
-    assert [is_sender(offers, rank) for rank in range(3)] == [True, True, False]

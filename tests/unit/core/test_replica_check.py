@@ -10,17 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.replicas import NONE, Finding, Look, ReplicaMonitor, ReplicatedState, weighted_sum
+from tierckpt.replicas import NONE, Finding, Look, ReplicatedState, weighted_sum
 from tierckpt.replicas.replica_check import (
     BUCKETS,
     UNIT_BYTES,
     UNIT_OVERHEAD_BYTES,
-    agree,
-    as_vote,
     buckets_of,
     cut,
     find,
-    fold,
     fold_runs,
     odd_ranks,
     stride_of,
@@ -53,24 +50,6 @@ def test_small_slices_are_compared_in_one_check() -> None:
     assert stride_of([20 << 20], 50) == 2
     assert stride_of([], 7) == 7
     assert stride_of([100] * 3600, 50) == 1, "to come to so many is work, too"
-
-
-def test_minima_show_whether_all_agree_and_nothing_where_one_has_none() -> None:
-    source = random.Random(1)
-    for _ in range(300):
-        digests = [fold((source.getrandbits(60),), [1])] * source.randrange(2, 5)
-        votes = [as_vote(digest) for digest in digests]
-        assert agree(*map(min, zip(*votes, strict=True))) is True
-        votes[source.randrange(len(votes))] = as_vote(fold((), [source.getrandbits(64)]))
-        assert agree(*map(min, zip(*votes, strict=True))) is False
-        for silent in (as_vote(NONE), [field.silent for field in ReplicaMonitor.votes]):
-            votes[source.randrange(len(votes))] = silent
-            assert agree(*map(min, zip(*votes, strict=True))) is None
-
-
-def test_a_digest_is_of_its_place_and_head() -> None:
-    assert fold((1,), [1, 2]) != fold((2,), [1, 2]) != fold((2,), [2, 1])
-    assert 0 < fold((), []) < 1 << 62
 
 
 def test_buckets_are_few_and_locate_the_difference() -> None:
@@ -128,14 +107,16 @@ def state_of(model: nn.Module, **optimizers: torch.optim.Optimizer) -> TrainingS
     return TrainingState(model, optimizers, None, None, None)
 
 
+def digest_of(replicated: ReplicatedState, number: int = 0) -> int:
+    """The digest of a slice; NONE if it is outdated."""
+    look = Look(replicated, range(number, number + 1), 0, 0)
+    look.finish()
+    return look.fetch()
+
+
 def digests(state: TrainingState, slices: int = 4) -> list[int]:
     replicated = ReplicatedState(state, slices)
-    found = []
-    for number in range(slices):
-        look = Look(replicated, range(number, number + 1), 0, 0)
-        look.finish()
-        found.append(look.fetch())
-    return found
+    return [digest_of(replicated, number) for number in range(slices)]
 
 
 def test_any_bit_of_any_parameter_is_in_one_digest() -> None:
@@ -152,32 +133,6 @@ def test_any_bit_of_any_parameter_is_in_one_digest() -> None:
         assert sum(a != b for a, b in zip(before, digests(state), strict=True)) == 1
         data[place] = kept
     assert digests(state) == before
-
-
-def test_a_check_follows_tensors_that_an_optimizer_replaces() -> None:
-    model = nn.Linear(5, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(5)).sum().backward()
-    optimizer.step()
-    state = state_of(model, optimizer=optimizer)
-    replicated = ReplicatedState(state, 1)
-
-    def look() -> int:
-        each = Look(replicated, range(1), 0, 0)
-        each.finish()
-        return each.fetch()
-
-    before = look()
-    held = optimizer.state[model.weight]
-    held["momentum_buffer"] = held["momentum_buffer"].clone()
-    assert look() == before
-    held["momentum_buffer"] = held["momentum_buffer"] + 1
-    assert look() != before
-    assert replicated.stands(state)
-    held["momentum_buffer"] = torch.ones(7)
-    assert look() == NONE, "another shape is another structure"
-    held["more"] = torch.ones(1)
-    assert not replicated.stands(state)
 
 
 def trained(**more: Any) -> tuple[TrainingState, dict[str, Any], Any]:
@@ -198,11 +153,22 @@ def trained(**more: Any) -> tuple[TrainingState, dict[str, Any], Any]:
             assert not replicated.stands(state)
             replicated = ReplicatedState(state, 1)
             assert replicated.stands(state)
-        each = Look(replicated, range(1), 0, 0)
-        each.finish()
-        return each.fetch()
+        return digest_of(replicated)
 
     return state, held, look
+
+
+def test_a_check_follows_tensors_that_an_optimizer_replaces() -> None:
+    _, held, look = trained()
+    before = look()
+    held["momentum_buffer"] = held["momentum_buffer"].clone()
+    assert look() == before
+    held["momentum_buffer"] = held["momentum_buffer"] + 1
+    assert look() not in (before, NONE)
+    held["momentum_buffer"] = torch.ones(7)
+    assert look() == NONE, "another shape is another structure"
+    held["more"] = torch.ones(1)
+    assert look(anew=True) != NONE
 
 
 def test_a_check_follows_another_dict_around_the_same_state() -> None:
@@ -285,9 +251,7 @@ def test_a_copier_and_the_barrier_share_a_large_look() -> None:
     assert started == [look]
     started[0].run()
     look.finish()
-    other = Look(replicated, range(1), 0, 0)
-    other.finish()
-    assert look.fetch() == other.fetch() != NONE
+    assert look.fetch() == digest_of(replicated) != NONE
 
 
 def test_a_state_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,18 +263,13 @@ def test_a_state_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatc
     weight = replicated.names.index("model/weight")
     monkeypatch.setattr(only, "on_host", [u.tensor != weight for u in only.units])
 
-    def look() -> int:
-        each = Look(replicated, range(1), 0, 0)
-        each.finish()
-        return each.fetch()
-
-    before = look()
+    before = digest_of(replicated)
     for param in model.parameters():
         bits = param.detach().view(torch.int32).view(-1)
         bits[7] ^= 1
-        assert look() not in (before, NONE)
+        assert digest_of(replicated) not in (before, NONE)
         bits[7] ^= 1
-    assert look() == before
+    assert digest_of(replicated) == before
 
 
 @pytest.mark.parametrize(

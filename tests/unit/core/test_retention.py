@@ -47,13 +47,6 @@ def test_retention_keeps_its_promises(
     assert len(gone) == len(set(gone))
 
 
-@given(histories(), st.integers(1, 4))
-def test_nothing_goes_before_a_version_is_known_to_be_safe(
-    written: dict[VersionId, Lineage], keep_last: int
-) -> None:
-    assert retirable(written, RetentionPolicy(keep_last), None, written[max(written)]) == []
-
-
 @given(histories(), st.data())
 def test_an_incomplete_version_costs_no_complete_one(
     written: dict[VersionId, Lineage], data: st.DataObject
@@ -185,36 +178,9 @@ def test_retention_follows_the_rules(
     assert gone == sorted(oracle(held, policy, lineage))
 
 
-@given(situations(), policies)
-def test_the_last_restorable_version_is_safe_from_every_policy(
-    situation: tuple[list[HeldVersion], Lineage], policy: RetentionPolicy
-) -> None:
-    held, lineage = situation
-    gone = set(retirable_names(held, policy, asking(life_of(lineage), lineage)))
-    ours = {g for g, _ in lineage}
-    mine = [h for h in held if h.facts.job == "job" and h.name.id.generation in ours]
-    if mine:
-        assert max(h.name for h in mine) not in gone
-    for h in held:
-        if h.facts.job != "job" or h.pinned or h.name.id.generation not in ours:
-            assert h.name not in gone
-
-
 def held_by(run_id: str, generation: int, *versions: int, lineage: Lineage) -> list[HeldVersion]:
     ids = [VersionId(generation, version) for version in versions]
     return [HeldVersion(facts_of(id_, 1, run_id, lineage)) for id_ in ids]
-
-
-def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None:
-    lineage = ((1, 0), (2, 3), (3, 8))
-    scores = {(1, 2): 0.2, (1, 3): 0.1, (2, 3): 0.1, (2, 8): 0.9, (3, 9): 0.9}
-    held = [
-        HeldVersion(facts_of(VersionId(*id_), 1, "aaaa", lineage, metric=score))
-        for id_, score in scores.items()
-    ]
-    policy = RetentionPolicy(keep_last=1, keep_best=2, best_is_low=True)
-    gone = retirable_names(held, policy, asking("aaaa", lineage))
-    assert {(name.id.generation, name.id.version) for name in gone} == {(1, 3), (2, 8)}
 
 
 def test_two_runs_of_one_generation_leave_each_other_alone() -> None:

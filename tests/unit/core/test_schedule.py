@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
@@ -18,7 +16,6 @@ from tierckpt.core import (
     MEMORY,
     PENDING,
     REMEMBERED,
-    VOTE_WIDTH,
     Decision,
     Ledger,
     Level,
@@ -92,11 +89,6 @@ def test_the_minimum_holds_on_all_ranks(cast: list[Vote]) -> None:
     assert (agreed.no_request == 0) == any(not c.no_request for c in cast)
 
 
-def test_a_vote_has_only_the_numbers_that_a_level_needs() -> None:
-    """Every rank's training thread packs a vote at every boundary."""
-    assert VOTE_WIDTH == 22
-
-
 # --- the schedule --------------------------------------------------------------------------------
 
 
@@ -120,11 +112,6 @@ def test_steps_that_are_jumped_over_still_count() -> None:
     """Several optimizer steps an iteration: the multiple may lie between two boundaries."""
     schedule = Schedule(configured(memory_every_steps=10))
     assert taken(schedule, {}, range(4, 40, 4)) == dict.fromkeys((12, 20, 32), ("memory",))
-
-
-def test_a_version_to_local_is_in_memory_too() -> None:
-    schedule = Schedule(configured(local_every_steps=2))
-    assert taken(schedule, {}, range(1, 5)) == dict.fromkeys((2, 4), ("memory", "local"))
 
 
 def test_when_some_clock_says_so() -> None:
@@ -262,134 +249,3 @@ def test_a_version_newly_known_to_be_safe_frees_its_predecessors() -> None:
 # N ranks with two slots each run in random order, as far as their collectives allow: rank A may be
 # sealing v11 while B has not sealed v10, and each may be killed at any instant. At every instant,
 # the newest version that all ranks had at some time must still exist on all of them.
-
-
-@dataclass
-class Rank:
-    number: int
-    ledger: Ledger = field(default_factory=Ledger)
-    schedule: Schedule = field(default_factory=lambda: Schedule(configured(memory_every_steps=1)))
-    slots: list[VersionId | None] = field(default_factory=lambda: [None, None])
-    fates: dict[VersionId, int] = field(default_factory=dict)
-    decisions: list[tuple[str, ...]] = field(default_factory=list)
-    at: int = 0
-    """The iteration of the rank."""
-
-
-@dataclass
-class Job:
-    """The protocol in its smallest form; `chance` decides the order of ranks and their failures."""
-
-    ranks: list[Rank]
-    chance: random.Random
-    break_rate: float
-    careless: bool = False
-    """Overwrite without the proof, to check that the test notices."""
-    ballots: dict[int, dict[int, tuple[list[int], VersionId | None]]] = field(default_factory=dict)
-    complete: VersionId | None = None
-    """The newest version that all ranks had at the same instant."""
-
-    def check(self) -> None:
-        common = set.intersection(*({s for s in r.slots if s} for r in self.ranks))
-        if self.complete is not None:
-            assert common, f"{self.complete} was complete and nothing is left"
-            assert max(common) >= self.complete, f"{self.complete} was given up for {common}"
-        self.complete = max(common, default=self.complete)
-
-    def agreed(self, iteration: int) -> tuple[Vote, VersionId | None]:
-        cast = self.ballots[iteration]
-        asked = {voted for _, voted in cast.values()}
-        assert len(asked) == 1, f"ranks voted about different versions: {asked}"
-        columns = zip(*(values for values, _ in cast.values()), strict=True)
-        return Vote.unpack([min(column) for column in columns]), asked.pop()
-
-    def boundary(self, rank: Rank) -> VersionId | None:
-        """Read the last vote, decide, launch the next one; return the version to take."""
-        agreed = Vote()
-        if rank.at:
-            agreed, voted = self.agreed(rank.at)
-            rank.ledger.resolve(agreed.levels[MEMORY].state, voted)
-        rank.at += 1
-        decision = rank.schedule.decide(rank.at, agreed)
-        rank.decisions.append(decision.take)
-        newest = v(rank.at) if decision.take else None
-        if newest:
-            rank.ledger.open.append(newest)
-        oldest = next((o for o in rank.ledger.open if o != v(rank.at)), None)
-        state = rank.fates.get(oldest, PENDING) if oldest else DONE
-        vote = about(memory=LevelVote(state, free=int(self.chance.random() > 0.1)))
-        self.ballots.setdefault(rank.at, {})[rank.number] = (vote.pack(), oldest)
-        return newest
-
-    def overwrite(self, rank: Rank, newest: VersionId) -> int | None:
-        """Return the slot that may be filled with `newest`, as known without any proof."""
-        protected = rank.ledger.protected() - {newest}
-        if self.careless:
-            protected = set(rank.ledger.open) - {newest}
-        free = [i for i, held in enumerate(rank.slots) if held not in protected or held is None]
-        return min(free, key=lambda i: rank.slots[i] or v(-1), default=None)
-
-    def run(self, iterations: int) -> None:
-        programs = {r.number: self.program(r, iterations) for r in self.ranks}
-        while programs:
-            number = self.chance.choice(sorted(programs))
-            if next(programs[number], "ended") == "ended":
-                del programs[number]
-            self.check()
-
-    def all_voted(self, iteration: int) -> bool:
-        return len(self.ballots.get(iteration, {})) == len(self.ranks)
-
-    def program(self, rank: Rank, iterations: int) -> Any:
-        """The program of a rank, with a yield wherever another rank may run."""
-        for _ in range(iterations):
-            newest = self.boundary(rank)
-            yield
-            if newest:
-                index = self.overwrite(rank, newest)
-                if index is None:  # both slots hold needed versions: wait for the proof
-                    while not self.all_voted(rank.at):
-                        yield
-                    agreed, voted = self.agreed(rank.at)
-                    protected = rank.ledger.protected() - {newest}
-                    if voted and agreed.levels[MEMORY].state == DONE:
-                        protected = rank.ledger.protected(also_safe=voted) - {newest}
-                    elif voted and agreed.levels[MEMORY].state == BROKEN:
-                        protected -= {voted}
-                    free = [i for i, held in enumerate(rank.slots) if held not in protected]
-                    index = min(free, key=lambda i: rank.slots[i] or v(-1), default=None)
-                broken = index is None or self.chance.random() < self.break_rate
-                if index is not None:
-                    rank.slots[index] = None
-                    yield
-                    rank.slots[index] = None if broken else newest
-                rank.fates[newest] = BROKEN if broken else DONE
-                yield
-            while not self.all_voted(rank.at):  # the gradients' reduction: all ranks entered it
-                yield
-
-
-@given(st.integers(2, 5), st.sampled_from([0.0, 0.2, 0.6]), st.integers(0, 2**32))
-@settings(max_examples=80)
-def test_the_last_complete_version_is_never_overwritten(
-    ranks: int, break_rate: float, seed: int
-) -> None:
-    job = Job([Rank(n) for n in range(ranks)], random.Random(seed), break_rate)
-    job.run(iterations=30)
-    assert all(r.decisions == job.ranks[0].decisions for r in job.ranks)
-    assert all(r.ledger == job.ranks[0].ledger for r in job.ranks)
-    assert break_rate or job.complete == v(
-        max(i for i, d in enumerate(job.ranks[0].decisions, 1) if d)
-    )
-
-
-def test_ranks_that_overwrite_without_the_proof_are_caught() -> None:
-    """The simulation can fail."""
-
-    def run_careless() -> None:
-        for seed in range(200):
-            ranks = [Rank(n) for n in range(3)]
-            Job(ranks, random.Random(seed), 0.2, careless=True).run(iterations=30)
-
-    with pytest.raises(AssertionError, match=r"was complete and nothing is left|was given up"):
-        run_careless()

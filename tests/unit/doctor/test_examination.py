@@ -7,15 +7,11 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from tierckpt.doctor import (
-    LIMIT_SECONDS,
-    PROBE_SECONDS,
     Finding,
     Mark,
     Subject,
     examine,
     good,
-    machine,
-    probes,
     warning,
 )
 
@@ -42,12 +38,6 @@ def test_a_check_that_raises_is_a_cross_with_its_error() -> None:
     assert one.findings[0].text == "the check failed: OSError: [Errno 5] Input/output error"
     assert "ValueError: no such thing" in two.findings[0].text
     assert (report.count(Mark.CROSS), report.count(Mark.WARNING)) == (2, 1)
-
-
-def test_processes_of_checks_end_before_the_examination() -> None:
-    """Else they would stay when doctor ends."""
-    limits = (probes.PATIENCE_SECONDS, PROBE_SECONDS, machine.PLACE_SECONDS)
-    assert max(limits) < LIMIT_SECONDS
 
 
 def test_a_check_that_hangs_is_a_cross_and_the_others_are_there() -> None:

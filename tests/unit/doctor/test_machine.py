@@ -77,10 +77,6 @@ def test_a_state_that_does_not_fit_is_a_cross(shm_dir: Path) -> None:
     assert found.mark is Mark.GOOD
 
 
-def test_slots_of_this_job_count_as_free() -> None:
-    assert machine.slots_of(Subject(Config(slots=5))) == 5
-
-
 def test_a_missing_shm_dir_is_a_cross(tmp_path: Path) -> None:
     (found,) = machine.shared_memory(Subject(Config(shm_dir=str(tmp_path / "gone"))))
     assert found.mark is Mark.CROSS
@@ -116,6 +112,20 @@ def test_infiniband_needs_locked_memory(tmp_path: Path, monkeypatch: pytest.Monk
     (found,) = machine.limits(Subject(root=tmp_path))
     assert found.mark is Mark.WARNING
     assert "memlock unlimited" in found.cure
+
+
+def test_active_infiniband_without_an_address_is_a_warning(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    for name, text in (("state", "4: ACTIVE"), ("link_layer", "InfiniBand")):
+        (port / name).write_text(text)
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port.parents[1] / "device/net/ib0").mkdir(parents=True)
+    (found,) = machine.infiniband(Subject(root=tmp_path))
+    assert found.mark is Mark.WARNING
+    assert found.text == "mlx5_0 is active (400 Gb/sec (4X NDR)), without an IP address"
+    (port / "state").write_text("1: DOWN")
+    assert [*machine.infiniband(Subject(root=tmp_path))] == []
 
 
 def test_without_a_temporary_directory_there_is_a_warning(

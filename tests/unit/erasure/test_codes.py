@@ -256,23 +256,6 @@ def test_parity_follows_its_definition(cluster: Cluster, window_bytes: int) -> N
         assert cluster.members[(row + p) % code.n].parity[p * length + at] == value
 
 
-def test_partner_copies_are_copies_and_xor_is_xor() -> None:
-    lengths = [9000, 4096, 1, 0]
-    partner = Cluster.of(Code(4, 1, 2), lengths)
-    partner.encode()
-    for i, member in enumerate(partner.members):
-        for copy in range(2):
-            holder, low = partner.members[(i + 1 + copy) % 4], copy * 12288
-            assert holder.parity[low : low + len(member.shard)] == member.shard
-    xor = Cluster.of(Code(4, 3, 1), [12288] * 4)
-    xor.encode()
-    parts = [xor.members[(0 - 1 - s) % 4].shard[s * 4096 : s * 4096 + 4096] for s in range(3)]
-    assert (
-        xor.members[0].parity
-        == np.bitwise_xor.reduce([np.frombuffer(part, np.uint8) for part in parts]).tobytes()
-    )
-
-
 # --- losing and rebuilding -----------------------------------------------------------------------
 
 
@@ -310,7 +293,7 @@ def small_codes(most: int) -> list[Code]:
     return [Code(n, k, m) for n, k, m in numbers if k + m <= n]
 
 
-@pytest.mark.parametrize("code", small_codes(5), ids=str)
+@pytest.mark.parametrize("code", small_codes(4), ids=str)
 def test_every_loss_in_a_small_group(code: Code) -> None:
     """All losses: those that the equations determine are restored, all others are refused."""
     cluster = Cluster.of(code, [4096 * code.k - 5 * i for i in range(code.n)])
@@ -367,16 +350,6 @@ def test_too_many_losses_are_refused_with_the_arithmetic() -> None:
         plan_rebuild(Code(6, 4, 2), [1, 4], [1, 3])
     for part in ("6 members 1, 3, 4", "4+2 survives any 2", "takes 4", "only 3", "another level"):
         assert part in str(caught.value)
-
-
-def test_losses_beyond_m_that_do_not_meet_are_survived() -> None:
-    """Partners that are not neighbours may all be lost."""
-    cluster = Cluster.of(Code(8, 1, 1), [5000] * 8)
-    cluster.encode()
-    before = cluster.content()
-    cluster.lose({0, 2, 4, 6}, {0, 2, 4, 6})
-    cluster.run(plan_rebuild(cluster.stripes.code, [0, 2, 4, 6], [0, 2, 4, 6]))
-    assert cluster.content() == before
 
 
 def test_members_that_are_not_on_the_ring_are_an_error() -> None:

@@ -152,14 +152,6 @@ def test_left_overs(ranks: int, form: str, size: int, expected: list[int]) -> No
     assert [len(group.ranks) for group in groups] == expected
 
 
-def test_ten_thousand_ranks_do_not_meet_in_a_group() -> None:
-    domains = [f"node{rank // 8}" for rank in range(10_000)]
-    for form in ("xor", "rs 6+2"):
-        groups = plan_groups(domains, Scheme.parse(form))
-        assert Counter(len(group.ranks) for group in groups) == {8: 1250}
-        assert all(len({domains[r] for r in group.ranks}) == 8 for group in groups)
-
-
 def test_none_protects_nobody() -> None:
     assert plan_groups(["a", "b"], Scheme.parse("none")) == ()
     assert plan_groups([], Scheme.parse("xor")) == ()
@@ -229,7 +221,7 @@ def test_a_group_size_that_cannot_be_is_refused(form: str, size: int) -> None:
         plan_groups(["a", "b", "c"], Scheme.parse(form), size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 127, 128])
+@pytest.mark.parametrize("size", [2, 8, 128])
 def test_the_largest_groups_still_have_a_code(size: int) -> None:
     for ranks in range(size, 3 * size):
         for group in plan_groups([str(r) for r in range(ranks)], Scheme.parse("xor"), size):
@@ -264,15 +256,6 @@ def test_a_code_larger_than_the_field_is_refused() -> None:
     Scheme.parse("rs 252+4")
     with pytest.raises(ConfigError, match="257 segments a row; at most 256"):
         Scheme.parse("rs 253+4")
-
-
-def test_planning_needs_neither_torch_nor_numpy() -> None:
-    program = (
-        "import sys, tierckpt.erasure.groups, tierckpt.erasure.codes\n"
-        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_a_node_is_called_by_its_name_not_by_its_boot() -> None:

@@ -160,13 +160,6 @@ def test_unusable_arguments_are_refused(library: Isal | None) -> None:
             Product(matrix, library)
 
 
-def test_the_hand_computed_parity() -> None:
-    """parity 1 of 1 and 2 is 1 + 231 * 2 = 0x01 ^ 0xD3."""
-    outs = [bytearray(1), bytearray(1)]
-    Product(decoding(2, [0, 1], [2, 3]), None).run([b"\x01", b"\x02"], outs)
-    assert outs == [b"\x03", b"\xd2"]
-
-
 # --- the library ---------------------------------------------------------------------------------
 
 

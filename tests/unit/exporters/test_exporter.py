@@ -14,8 +14,6 @@ from tests.support.exported_job import EVENTS, JOB, play, wait_until
 from tierckpt import ConfigError, exporters
 from tierckpt.events import Event
 from tierckpt.exporters import Exporter
-from tierckpt.exporters import exporter as module
-from tierckpt.exporters.exporter import Ranks, Sample
 
 
 class Recording(Exporter):
@@ -23,7 +21,7 @@ class Recording(Exporter):
 
     turn_seconds = 0.001
 
-    def __init__(self, ranks: Ranks = "node") -> None:
+    def __init__(self, ranks: Any = "node") -> None:
         super().__init__(ranks)
         self.calls: list[Any] = []
         self.threads: set[int] = set()
@@ -33,7 +31,7 @@ class Recording(Exporter):
     def begin(self, job: Any) -> None:
         self.calls.append(job)
 
-    def record(self, sample: Sample, event: Event | None) -> None:
+    def record(self, sample: Any, event: Event | None) -> None:
         self.threads.add(threading.get_ident())
         self.calls.append((sample.metric.full_name, sample.value))
 
@@ -58,7 +56,7 @@ class Recording(Exporter):
     ],
 )
 def test_one_rank_of_a_node_or_of_the_job_or_each_exports(
-    ranks: Ranks, rank: int, local_rank: int, exports: bool
+    ranks: str, rank: int, local_rank: int, exports: bool
 ) -> None:
     exporter = Recording(ranks)
     play(exporter, replace(JOB, rank=rank, local_rank=local_rank))
@@ -123,8 +121,8 @@ def test_a_job_ends_although_its_exporter_does_not(
             stuck.set()
             return resume.wait(60)
 
-    monkeypatch.setattr(module, "END_SECONDS", 0.01)
-    monkeypatch.setattr(module, "MAX_EVENTS", 2)
+    monkeypatch.setattr("tierckpt.exporters.exporter.END_SECONDS", 0.01)
+    monkeypatch.setattr("tierckpt.exporters.exporter.MAX_EVENTS", 2)
     exporter = Stuck()
     exporter.on_attached(JOB)
     thread = exporter._thread
@@ -150,4 +148,4 @@ def test_launchers_may_pickle_an_exporter_before_the_job(name: str) -> None:
 
 def test_ranks_are_one_of_three() -> None:
     with pytest.raises(ConfigError, match="ranks is 'some'; valid: first, node, all"):
-        Recording("some")  # type: ignore[arg-type]
+        Recording("some")

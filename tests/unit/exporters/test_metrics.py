@@ -24,12 +24,6 @@ def test_names_follow_the_conventions_of_prometheus(metric) -> None:  # type: ig
     assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
-def test_a_name_without_its_unit_is_unique() -> None:
-    """OpenTelemetry has the unit apart."""
-    names = [metric.name for metric in METRICS]
-    assert len(names) == len(set(names))
-
-
 def test_samples_have_a_value_for_each_label() -> None:
     found = [sample for event in EVENTS for sample in samples(event)]
     found += zeros(LEVELS)

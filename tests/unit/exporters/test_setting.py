@@ -99,19 +99,3 @@ def test_a_missing_package_is_named_with_its_extra(
         f"export is {text!r}: the exporter to {extra} needs the package {package}, which is not "
         f"installed; run: pip install 'tierckpt[{extra}]'"
     )
-
-
-def test_no_library_is_imported_before_an_exporter_starts() -> None:
-    import subprocess
-    import sys
-
-    program = """
-import sys
-from tierckpt.exporters.prometheus import PrometheusPort
-from tierckpt.exporters.exporter import exporters_of
-names = ("torch", "numpy", "prometheus_client", "opentelemetry", "tensorboard", "wandb", "mlflow")
-from tierckpt.exporters import MLflow, OpenTelemetry, PrometheusFile, TensorBoard, WandB
-print([name for name in names if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -27,11 +27,6 @@ def test_a_stem_is_parsed_back(key: ShardKey) -> None:
     assert ShardKey.parse(key.stem) == key
 
 
-@given(keys, keys)
-def test_different_shards_have_different_stems(one: ShardKey, other: ShardKey) -> None:
-    assert (one.stem == other.stem) == (one == other)
-
-
 @given(keys)
 def test_names_of_work_in_progress_are_no_stems(key: ShardKey) -> None:
     for name in (f".{key.stem}", f"{key.stem}.tmp", f"{key.stem}\n", f" {key.stem}", "", "notes"):

@@ -126,30 +126,6 @@ def test_a_tensor_smaller_than_a_unit_goes_to_one_rank_whole(
             assert np.count_nonzero(sizes) == (1 if tensor.numel else 0)
 
 
-@given(spec_lists, spec_lists, st.integers(1, 9))
-def test_the_same_specs_give_the_same_layout(
-    striped: list[TensorSpec], own: list[TensorSpec], ranks: int
-) -> None:
-    assert all_layouts(striped, own, ranks) == all_layouts(list(striped), list(own), ranks)
-
-
-def test_a_large_model_is_spread_to_within_one_percent() -> None:
-    layers = [
-        spec(f"layer{i}.{name}", shape)
-        for i in range(24)
-        for name, shape in (("weight", (1024, 1024)), ("bias", (1024,)), ("scale", ()))
-    ]
-    sizes = [layout.nbytes for layout in all_layouts(layers, [], 8)]
-    assert max(sizes) - min(sizes) <= UNIT_BYTES
-    assert max(sizes) <= 1.01 * sum(sizes) / len(sizes)
-
-
-def test_more_ranks_than_bytes_leave_most_ranks_nothing() -> None:
-    layouts = all_layouts([spec("tiny", (3,), "uint8"), spec("scalar", ())], [], 50)
-    assert sorted(layout.nbytes for layout in layouts) == [0] * 48 + [3, 4]
-    assert all(not layout.blocks for layout in layouts if not layout.nbytes)
-
-
 def test_small_tensors_share_blocks() -> None:
     layout = plan_layout([spec(f"t{i}", (10,)) for i in range(1000)], [], 0, 1)
     assert len(layout.blocks) == 1

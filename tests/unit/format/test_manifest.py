@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import (
-    DIGEST_BYTES,
     ITERATION_COUNTS,
     Manifest,
-    ShardKey,
     VersionFacts,
     VersionId,
     VersionManifest,
-    digest,
 )
 
 numbers = st.integers(0, 2**62)
@@ -112,11 +109,6 @@ def test_trailing_bytes_are_rejected() -> None:
         Manifest.decode(EXAMPLE.encode() + b"\0")
 
 
-def test_it_names_its_shard() -> None:
-    assert EXAMPLE.id == VersionId(3, 12)
-    assert EXAMPLE.key == ShardKey(VersionId(3, 12), 1, 2)
-
-
 def sign(values: object) -> bytes:
     """Any text, with a valid checksum."""
     text = json.dumps(values).encode()
@@ -171,19 +163,3 @@ def test_a_newer_minor_version_is_read() -> None:
 def test_intact_bytes_that_are_no_manifest_are_refused(stranger: object) -> None:
     with pytest.raises(FormatError):
         Manifest.decode(sign(stranger))
-
-
-def test_a_digest_sees_every_bit() -> None:
-    block = bytes(range(64))
-    seen = {digest(block)}
-    for position in range(8 * len(block)):
-        damaged = bytearray(block)
-        damaged[position // 8] ^= 1 << position % 8
-        seen.add(digest(memoryview(damaged)))
-    assert len(seen) == 1 + 8 * len(block)
-    assert {len(d) for d in seen} == {DIGEST_BYTES}
-
-
-def test_manifests_are_values() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        EXAMPLE.shard = 1  # type: ignore[misc]

@@ -32,9 +32,29 @@ def first_run(rank: EventStream, world: int = 1) -> None:
     rank.progress(18, 10, 0.9)
 
 
-def test_a_run_that_ended_well(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+@pytest.fixture
+def rank(tmp_path: Path) -> EventStream:
+    """The only one of a job that has made its first run."""
+    made = EventStream(tmp_path)
+    first_run(made)
+    return made
+
+
+def second_run(rank: EventStream, version: int) -> None:
+    """The process starts at 25, and continues from this version at 30 with a step of a second."""
+    rank.start(25, 28, 28.5, 29)
+    rank.restored(30, version, 0.5)
+    rank.progress(31, version + 1, begun=version, run="two")
+
+
+def next_run(rank: EventStream, at: int, version: int) -> None:
+    """Every part of its start takes a second, and so does its first step."""
+    rank.start(at, at + 1, at + 2, at + 3)
+    rank.restored(at + 4, version, 1.0)
+    rank.progress(at + 5, version + 1, begun=version, run=f"the one at {at}")
+
+
+def test_a_run_that_ended_well(rank: EventStream, tmp_path: Path) -> None:
     rank.closed(20, 10, 1.5)
     job = account_of(tmp_path)
     # A step takes (9 s - 0.9 s of stalls) / 9 = 0.9 s; the first one took 3 s.
@@ -54,13 +74,9 @@ def test_a_run_that_ended_well(tmp_path: Path) -> None:
     assert (job.made_steps, job.lost_steps, job.failures) == (10, 0, 0)
 
 
-def test_lost_work_is_what_was_made_again(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_lost_work_is_what_was_made_again(rank: EventStream, tmp_path: Path) -> None:
     # Killed after the last record, at some moment before the next process starts.
-    rank.start(25, 28, 28.5, 29)
-    rank.restored(30, 6, 0.5)
-    rank.progress(31, 7, begun=6, run="two")
+    second_run(rank, 6)
     rank.progress(35, 11)
     rank.closed(35, 11, 0.0)
     job = account_of(tmp_path)
@@ -76,61 +92,32 @@ def test_lost_work_is_what_was_made_again(tmp_path: Path) -> None:
     assert job.runs[0].ending is Ending.FAILED
 
 
-def test_a_version_between_two_records_is_lost_in_proportion(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
-    rank.start(25, 28, 28.5, 29)
-    rank.restored(30, 8, 0.5)
-    rank.progress(31, 9, begun=8, run="two")
+def test_a_version_between_two_records_is_lost_in_proportion(
+    rank: EventStream, tmp_path: Path
+) -> None:
+    second_run(rank, 8)
     job = account_of(tmp_path)
     assert spent(job)["lost"] == 2.0
     assert spent(job)["checkpoint"] == pytest.approx(0.7)
     assert job.lost_steps == 2
 
 
-def test_a_run_that_went_back_further_loses_earlier_runs_work_too(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
-    rank.start(20, 21, 22, 23)
-    rank.restored(24, 10, 1.0)
-    rank.progress(25, 11, begun=10, run="two")
-    rank.progress(27, 13)
-    rank.start(30, 31, 32, 33)
-    rank.restored(34, 6, 1.0)
-    rank.progress(35, 7, begun=6, run="three")
-    rank.closed(35, 7, 0.0)
-    job = account_of(tmp_path)
-    assert [run.lost_steps for run in job.runs] == [4, 3, 0]
-    assert job.runs[0].seconds["lost"] == pytest.approx(4.0)
-    assert job.made_steps - job.lost_steps == 7
-
-
-def test_a_version_newer_than_the_last_record_was_made(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
-    rank.start(25, 28, 28.5, 29)
-    rank.restored(30, 12, 0.5)
-    rank.progress(31, 13, begun=12, run="two")
+def test_a_version_newer_than_the_last_record_was_made(rank: EventStream, tmp_path: Path) -> None:
+    second_run(rank, 12)
     job = account_of(tmp_path)
     assert (job.made_steps, job.lost_steps) == (13, 0)
     assert "lost" not in spent(job)
 
 
-def test_sealed_versions_are_progress(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_sealed_versions_are_progress(rank: EventStream, tmp_path: Path) -> None:
     rank.write("sealed", 20, version=12, seconds={"stall": 0.1})
-    rank.start(25, 28, 28.5, 29)
-    rank.restored(30, 10, 0.5)
-    rank.progress(31, 11, begun=10, run="two")
+    second_run(rank, 10)
     job = account_of(tmp_path)
     assert (job.made_steps, job.lost_steps) == (13, 2)
     assert spent(job)["lost"] == 2.0
 
 
-def test_the_shim_knows_when_a_process_was_killed(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_the_shim_knows_when_a_process_was_killed(rank: EventStream, tmp_path: Path) -> None:
     rank.start(19.5, 19.5, 20, 21, failed=18.6, noticed=18.8, ended=19.2)
     rank.restored(22, 10, 1.0)
     rank.progress(23, 11, begun=10, run="two")
@@ -144,14 +131,10 @@ def test_the_shim_knows_when_a_process_was_killed(tmp_path: Path) -> None:
     assert job.unseen_steps == 1
 
 
-def test_a_hang_before_a_failure_is_no_lost_work(tmp_path: Path) -> None:
+def test_a_hang_before_a_failure_is_no_lost_work(rank: EventStream, tmp_path: Path) -> None:
     """A process that survives its neighbour waits for it until a timeout, and reports then."""
-    rank = EventStream(tmp_path)
-    first_run(rank)
     rank.progress(618, 10, 0.9, since_boundary=600.0, ended=True)
-    rank.start(620, 621, 622, 623)
-    rank.restored(624, 10, 1.0)
-    rank.progress(625, 11, begun=10, run="two")
+    next_run(rank, 620, 10)
     job = account_of(tmp_path)
     seconds = spent(job)
     assert seconds["lost"] == pytest.approx(1.8)  # two steps at most
@@ -161,13 +144,11 @@ def test_a_hang_before_a_failure_is_no_lost_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("interrupted", "category"), [(False, "not_running"), (True, "waiting")])
-def test_a_job_that_continues_a_day_later(tmp_path: Path, interrupted: bool, category: str) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_a_job_that_continues_a_day_later(
+    rank: EventStream, tmp_path: Path, interrupted: bool, category: str
+) -> None:
     rank.closed(19, 10, 1.0, "received SIGTERM" if interrupted else "", interrupted)
-    rank.start(86419, 86420, 86421, 86422)
-    rank.restored(86423, 10, 1.0)
-    rank.progress(86424, 11, begun=10, run="two")
+    next_run(rank, 86419, 10)
     rank.closed(86424, 11, 0.0)
     job = account_of(tmp_path)
     assert spent(job)[category] == 86400.0
@@ -175,9 +156,9 @@ def test_a_job_that_continues_a_day_later(tmp_path: Path, interrupted: bool, cat
     assert (job.lost_steps, job.failures) == (0, 0)
 
 
-def test_a_long_time_after_a_failure_counts_unless_told_otherwise(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_a_long_time_after_a_failure_counts_unless_told_otherwise(
+    rank: EventStream, tmp_path: Path
+) -> None:
     rank.start(7218, 7220, 7221, 7222)
     rank.restored(7223, 10, 1.0)
     rank.progress(7224, 11, begun=10, run="two")
@@ -234,40 +215,8 @@ def test_more_ranks_after_a_restart(tmp_path: Path) -> None:
     assert note.startswith("run 2: 1 of 2 ranks")
 
 
-def test_a_start_that_failed_before_its_first_step(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
-    rank.start(20, 21, 22, 23)
-    rank.restored(24, 10, 1.0)
-    rank.start(30, 31, 32, 33)
-    rank.restored(34, 10, 1.0)
-    rank.progress(35, 11, begun=10, run="two")
-    rank.closed(35, 11, 0.0)
-    job = account_of(tmp_path)
-    assert (len(job.runs), job.failures, job.lost_steps, job.made_steps) == (3, 2, 0, 11)
-    assert spent(job)["relaunch"] == 2.0 + 6.0
-    assert spent(job)["restore"] == 3.0
-    assert job.elapsed_seconds == pytest.approx(35)
-
-
-def test_a_restore_on_the_way(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
-    rank.restored(21, 6, 2.0)
-    rank.progress(22, 7, begun=6, run="another")
-    rank.progress(26, 11)
-    rank.closed(26, 11, 0.0)
-    job = account_of(tmp_path)
-    assert spent(job)["restore"] == 3.0
-    assert spent(job)["lost"] == 5.0  # with the second before the restore
-    assert (job.made_steps, job.lost_steps, job.failures) == (15, 4, 0)
-    assert job.elapsed_seconds == pytest.approx(26)
-
-
-def test_elastic_ranks_roll_back_in_memory(tmp_path: Path) -> None:
+def test_elastic_ranks_roll_back_in_memory(rank: EventStream, tmp_path: Path) -> None:
     """Horovod's survivors make another checkpointer in the same process, at their last commit."""
-    rank = EventStream(tmp_path)
-    first_run(rank)
     rank.progress(18.5, 10, 0.9, since_boundary=0.5, ended=True)
     rank.start(0, 3, 20, 21, world=2)
     rank.progress(22, 9, begun=8, run="two")
@@ -283,45 +232,28 @@ def test_elastic_ranks_roll_back_in_memory(tmp_path: Path) -> None:
     assert job.elapsed_seconds == pytest.approx(26)
 
 
-def test_setting_a_clock_changes_no_duration(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    rank.start(0, 3, 4, 5)
-    rank.restored(6, 0, 1.0)
-    rank.progress(9, 1, begun=0, run="one")
-    rank.shift_seconds = -3600
-    rank.progress(18, 10)
-    rank.closed(18, 10, 0.0)
-    job = account_of(tmp_path)
-    assert job.elapsed_seconds == pytest.approx(18)
-    assert any("clock of node0 was set by -3600.0 s" in note for note in job.notes)
-
-
-def second_run(rank: EventStream) -> None:
-    rank.start(25, 28, 28.5, 29)
-    rank.restored(30, 10, 0.5)
-    rank.progress(31, 11, begun=10, run="two")
+def longer_second_run(rank: EventStream) -> None:
+    second_run(rank, 10)
     rank.progress(35, 15)
     rank.closed(35, 15, 0.0)
 
 
 @pytest.mark.parametrize("set_seconds", [-3600, 3600])
-def test_a_clock_set_during_a_run_changes_no_restart(tmp_path: Path, set_seconds: float) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_a_clock_set_during_a_run_changes_no_restart(
+    rank: EventStream, tmp_path: Path, set_seconds: float
+) -> None:
     rank.shift_seconds = set_seconds
     rank.progress(20, 10)
-    second_run(rank)
+    longer_second_run(rank)
     job = account_of(tmp_path)
     assert [(run.from_version, run.to_version) for run in job.runs] == [(0, 10), (10, 15)]
     assert job.seconds["relaunch"] == pytest.approx(5)
     assert job.elapsed_seconds == pytest.approx(35)
 
 
-def test_a_clock_set_back_between_two_runs(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_a_clock_set_back_between_two_runs(rank: EventStream, tmp_path: Path) -> None:
     rank.shift_seconds = -3600
-    second_run(rank)
+    longer_second_run(rank)
     job = account_of(tmp_path)
     assert [(run.from_version, run.to_version) for run in job.runs] == [(0, 10), (10, 15)]
     assert job.seconds["relaunch"] == 0
@@ -329,18 +261,14 @@ def test_a_clock_set_back_between_two_runs(tmp_path: Path) -> None:
     assert any("run 2 started, by its clock, before the end" in note for note in job.notes)
 
 
-def test_a_running_job(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_a_running_job(rank: EventStream, tmp_path: Path) -> None:
     job = account_of(tmp_path)
     assert job.runs[0].ending is Ending.OPEN
     assert (job.made_steps, job.lost_steps, job.failures) == (10, 0, 0)
     assert any("no end" in note for note in job.notes)
 
 
-def test_jobs_at_the_same_time_are_refused(tmp_path: Path) -> None:
-    rank = EventStream(tmp_path)
-    first_run(rank)
+def test_jobs_at_the_same_time_are_refused(rank: EventStream, tmp_path: Path) -> None:
     rank.start(10, 17, 18.5, 19, job="other")
     rank.progress(20, 1, begun=0, run="two")
     with pytest.raises(ConfigError, match="several jobs at the same time"):

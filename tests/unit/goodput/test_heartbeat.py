@@ -62,14 +62,6 @@ def test_the_first_boundary_after_each_start_is_recorded(tmp_path: Path) -> None
     rank.log.close()
 
 
-def test_a_period_of_zero_records_every_boundary(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, period_seconds=0)
-    for version in (1, 2, 3):
-        rank.boundary(version)
-    assert [line["version"] for line in rank.lines()] == [1, 2, 3]
-    rank.log.close()
-
-
 def test_stalls_are_sums_since_the_last_restore(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=0)
     long_ago = time.perf_counter() - 10

@@ -19,15 +19,6 @@ def started(folder: Path, rank: int = 0) -> EventStream:
     return stream
 
 
-def test_half_a_line_is_left_out(tmp_path: Path) -> None:
-    stream = started(tmp_path)
-    with stream.path.open("a") as file:
-        file.write('{"name":"progress","time_sec')
-    (run,), notes = read_records([stream.path])
-    assert run.spans[-1].newest == 1
-    assert notes == [f"{stream.path}: 1 unreadable line was left out"]
-
-
 def test_a_run_after_half_a_line(tmp_path: Path) -> None:
     stream = started(tmp_path)
     with stream.path.open("a") as file:

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import until
 from tierckpt.cli import run_command
-from tierckpt.config import Config, load_config, parse_signals
+from tierckpt.config import load_config, parse_signals
 from tierckpt.core import NO_HALT, HaltRequest, HaltVote, Reason
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import (
     FILE_NAME,
-    HaltController,
     Signals,
     clear_request,
     parse_time,
@@ -327,42 +327,42 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halting, "LOOK_SECONDS", 0.001)
 
 
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
+@pytest.fixture
+def watch(often: None) -> Iterator[Callable[..., RequestWatcher]]:
+    made = []
+
+    def start(*directories: Path) -> RequestWatcher:
+        made.append(RequestWatcher([*map(str, directories)]))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
 
 
-def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) -> None:
+def test_a_request_is_found_replaced_and_forgotten(watch: Any, tmp_path: Path) -> None:
     elsewhere = tmp_path / "not there yet"
-    watcher = RequestWatcher([str(tmp_path), str(elsewhere)])
-    try:
-        write_request(tmp_path, HaltRequest(after_version=5))
-        until(lambda: watcher.requests == (HaltRequest(after_version=5),))
-        elsewhere.mkdir()
-        write_request(elsewhere, HaltRequest(now=True))
-        until(lambda: len(watcher.requests) == 2)
-        assert f"tierckpt halt {tmp_path} --clear, " in watcher.advice()
-        clear_request(elsewhere)
-        (tmp_path / FILE_NAME).write_text("what?")
-        until(lambda: watcher.problems)
-        assert watcher.requests == ()
-        assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
-    finally:
-        watcher.close()
+    watcher = watch(tmp_path, elsewhere)
+    write_request(tmp_path, HaltRequest(after_version=5))
+    until(lambda: watcher.requests == (HaltRequest(after_version=5),))
+    elsewhere.mkdir()
+    write_request(elsewhere, HaltRequest(now=True))
+    until(lambda: len(watcher.requests) == 2)
+    assert f"tierckpt halt {tmp_path} --clear, " in watcher.advice()
+    clear_request(elsewhere)
+    (tmp_path / FILE_NAME).write_text("what?")
+    until(lambda: watcher.problems)
+    assert watcher.requests == ()
+    assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
 
 
-def test_a_place_that_cannot_be_read_is_no_request(often: None, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_read_is_no_request(watch: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    watcher = RequestWatcher([str(tmp_path / "file")])
-    try:
-        until(lambda: watcher.problems)
-        (problem,) = watcher.problems
-        assert problem.startswith(f"{tmp_path}/file cannot be read: ")
-        assert "ignored" not in problem
-    finally:
-        watcher.close()
+    watcher = watch(tmp_path / "file")
+    until(lambda: watcher.problems)
+    (problem,) = watcher.problems
+    assert problem.startswith(f"{tmp_path}/file cannot be read: ")
+    assert "ignored" not in problem
 
 
 @pytest.mark.parametrize(
@@ -375,27 +375,21 @@ def test_a_place_that_cannot_be_read_is_no_request(often: None, tmp_path: Path) 
     ids=["no text", "too deep", "too large"],
 )
 def test_an_invalid_request_is_skipped_and_the_next_one_found(
-    content: bytes, often: None, tmp_path: Path
+    content: bytes, watch: Any, tmp_path: Path
 ) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
-    watcher = RequestWatcher([str(tmp_path)])
-    try:
-        until(lambda: watcher.problems)
-        assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
-        write_request(tmp_path, HaltRequest(now=True))
-        until(lambda: watcher.requests == (HaltRequest(now=True),))
-        assert watcher.problems == ()
-    finally:
-        watcher.close()
+    watcher = watch(tmp_path)
+    until(lambda: watcher.problems)
+    assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
+    write_request(tmp_path, HaltRequest(now=True))
+    until(lambda: watcher.requests == (HaltRequest(now=True),))
+    assert watcher.problems == ()
 
 
-def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
+def test_a_fifo_is_no_request(watch: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE_NAME)
-    watcher = RequestWatcher([str(tmp_path)])
-    try:
-        until(lambda: watcher.problems)
-    finally:
-        watcher.close()
+    watcher = watch(tmp_path)
+    until(lambda: watcher.problems)
     assert "no regular file instead of a file" in watcher.problems[0]
 
 
@@ -411,24 +405,20 @@ def test_first_ranks_of_nodes_watch_local_directories_and_rank_0_the_shared_one(
     assert watched_directories(bucket, 0, second) == ["/local/ckpts"]
 
 
-def test_the_advice_can_be_pasted_into_a_shell(often: None, tmp_path: Path) -> None:
+def test_the_advice_can_be_pasted_into_a_shell(watch: Any, tmp_path: Path) -> None:
     place = tmp_path / "my run; rm"
     place.mkdir()
     write_request(place, HaltRequest(now=True))
-    watcher = RequestWatcher([str(place)])
-    try:
-        until(watcher.advice)
-        command = watcher.advice().partition(": ")[2]
-        assert shlex.split(command) == ["tierckpt", "halt", str(place), "--clear"]
-    finally:
-        watcher.close()
+    watcher = watch(place)
+    until(watcher.advice)
+    command = watcher.advice().partition(": ")[2]
+    assert shlex.split(command) == ["tierckpt", "halt", str(place), "--clear"]
 
 
-def test_a_rank_that_does_not_look_has_no_thread() -> None:
+def test_a_rank_that_does_not_look_has_no_thread(watch: Any) -> None:
     before = threading.active_count()
-    watcher = RequestWatcher([])
+    watch()
     assert threading.active_count() == before
-    watcher.close()
 
 
 # --- signals -------------------------------------------------------------------------------------
@@ -515,17 +505,6 @@ def test_without_a_signal_all_is_as_before(listen: Any) -> None:
         os.close(write)
 
 
-def test_between_a_clean_end_and_the_process_s_the_same_request_kills_nobody(listen: Any) -> None:
-    signals = listen("SIGUSR1")
-    os.kill(os.getpid(), signal.SIGUSR1)
-    signals.close()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    later = listen("SIGUSR1")
-    assert later.received is None
-    later.close()
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, "not chained to what is over"
-
-
 def test_an_ignored_signal_or_one_with_another_handler_is_left_alone(listen: Any) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = listen("SIGUSR1")
@@ -563,35 +542,7 @@ def test_signals_that_cannot_be(text: str) -> None:
 # --- one rank's part -----------------------------------------------------------------------------
 
 
-class Rank:
-    """A rank's halting, without a checkpointer."""
-
-    def __init__(self, directory: Path, environment: dict[str, str], **settings: Any) -> None:
-        self.said: list[tuple[str, int]] = []
-        config: Config = load_config({"path": directory, "halt_signals": "", **settings}, {})
-        node = Node(0, 1, (0,))
-        self.halting = HaltController(
-            config, 0, node, lambda *said: self.said.append(said), environment
-        )
-
-    def texts(self) -> str:
-        return "\n".join(text for text, _ in self.said)
-
-
-@pytest.fixture
-def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
-    made = []
-
-    def make(directory: Path = tmp_path, environment: Any = None, **settings: Any) -> Rank:
-        made.append(Rank(directory, environment or {}, **settings))
-        return made[-1]
-
-    yield make
-    for rank in made:
-        rank.halting.close()
-
-
-def boundary(ranks: list[Rank], version: int, agreed: HaltVote) -> tuple[list[bool], HaltVote]:
+def boundary(ranks: list[Any], version: int, agreed: HaltVote) -> tuple[list[bool], HaltVote]:
     """One boundary of all ranks, in the checkpointer's order; and their agreement."""
     ends = [rank.halting.receive(agreed) for rank in ranks]
     cast = [rank.halting.wish(version) for rank in ranks]
@@ -657,19 +608,23 @@ def test_how_long_before_a_time_a_job_ends(
     assert found == [Reason.NONE, Reason.TIME]
 
 
-def test_a_missing_end_of_the_allocation_is_reported_once(make_rank: Any) -> None:
-    rank = make_rank(halt_seconds_left=10)
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (None, "SLURM_JOB_END_TIME is not set"),
+        ("1", "SLURM_JOB_END_TIME is '1', which is in the past"),  # the old one, if it was extended
+        ("tomorrow", "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds"),
+        ("inf", "SLURM_JOB_END_TIME is 'inf', which is not a Unix time in seconds"),
+    ],
+)
+def test_an_end_of_the_allocation_that_cannot_be_is_reported_once(
+    end: str | None, said: str, make_rank: Any
+) -> None:
+    rank = make_rank(halt_seconds_left=10, environment=end and {"SLURM_JOB_END_TIME": end})
     for version in range(1, 4):
         assert rank.halting.wish(version)[0] is Reason.NONE
     assert len(rank.said) == 1
-    assert "SLURM_JOB_END_TIME is not set" in rank.texts()
-
-
-def test_a_past_end_is_not_heeded(make_rank: Any) -> None:
-    """A job with an extended allocation still has the old end in its environment."""
-    rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
-    assert rank.halting.wish(1)[0] is Reason.NONE
-    assert "SLURM_JOB_END_TIME is '1', which is in the past" in rank.texts()
+    assert said in rank.texts()
 
 
 NEVER = math.inf
@@ -716,14 +671,6 @@ def test_the_time_that_a_signal_grants_counts_from_its_arrival(
     monkeypatch.setattr(time, "monotonic", lambda: 1012.0)
     halting.receive(HaltVote(Reason.SIGNAL))
     assert halting.seconds_for_others() == pytest.approx(20 - 12, abs=1)
-
-
-@pytest.mark.parametrize("text", ["tomorrow", "inf"])
-def test_an_end_but_no_time_is_shown_as_it_is(text: str, make_rank: Any) -> None:
-    rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": text})
-    assert rank.halting.wish(1)[0] is Reason.NONE
-    assert f"SLURM_JOB_END_TIME is '{text}', which is not a Unix time in seconds" in rank.texts()
-    assert "is not set" not in rank.texts()
 
 
 @pytest.mark.parametrize("agreed", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.metadata_server import HOLDS, TRICKLES, Aws, Azure, Gcp, Server, serving
-from tierckpt import config
+from tests.support.waiting import until
 from tierckpt.config import load_config, parse_notices
 from tierckpt.core import NEVER_SECONDS, HaltVote, Reason
 from tierckpt.errors import ConfigError
@@ -42,23 +41,12 @@ def watch() -> Iterator[Watch]:
         each.close()
 
 
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def asked_again(server: Server, times: int = 8) -> None:
     before = len(server.asked)
     until(lambda: len(server.asked) >= before + times)
 
 
 # --- clouds --------------------------------------------------------------------------------------
-
-
-def test_every_cloud_of_the_setting_is_there() -> None:
-    assert tuple(CLOUDS) == config.CLOUDS
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
@@ -176,33 +164,7 @@ def test_a_bad_answer_is_no_notice_and_asked_for_again(
 # --- the job -------------------------------------------------------------------------------------
 
 
-class Rank:
-    """One rank of two nodes with a rank each."""
-
-    def __init__(self, rank: int, path: Path, **settings: Any) -> None:
-        self.said: list[tuple[str, int]] = []
-        config = load_config({"path": path, "halt_signals": "", **settings}, {})
-        node = Node(rank, 2, (rank,))
-        self.halting = HaltController(config, rank, node, lambda *said: self.said.append(said), {})
-
-    def warnings(self) -> list[str]:
-        return [text for text, severity in self.said if severity == logging.WARNING]
-
-
-@pytest.fixture
-def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
-    made = []
-
-    def make(rank: int, **settings: Any) -> Rank:
-        made.append(Rank(rank, tmp_path, **settings))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.halting.close()
-
-
-def agreement(ranks: list[Rank], version: int) -> HaltVote:
+def agreement(ranks: list[Any], version: int) -> HaltVote:
     cast = [rank.halting.wish(version) for rank in ranks]
     return HaltVote(*map(min, zip(*cast, strict=True)))
 
@@ -212,7 +174,10 @@ def test_all_nodes_learn_the_end_of_one(make_rank: Any) -> None:
         long = {
             "halt_seconds_left": 20_000
         }  # an end so far away counts: seconds of a slow machine do not
-        ranks = [make_rank(0), make_rank(1, halt_notices=f"aws {server.endpoint}", **long)]
+        ranks = [
+            make_rank(nodes=2),
+            make_rank(number=1, nodes=2, halt_notices=f"aws {server.endpoint}", **long),
+        ]
         asked_again(server)
         agreed = agreement(ranks, 1)
         assert (agreed.reason, agreed.seconds_left) == (Reason.NONE, NEVER_SECONDS)
@@ -238,7 +203,7 @@ def test_an_end_far_ahead_has_time(wanted: float, make_rank: Any) -> None:
     """A machine of Azure may be announced to end in a quarter of an hour."""
     with serving(cloud := Azure()) as server:
         settings = {"halt_notices": f"azure {server.endpoint}", "halt_seconds_left": wanted}
-        rank = make_rank(0, **settings)
+        rank = make_rank(**settings)
         cloud.announce("Reboot", "node_3", time.time() + 600)
         until(lambda: rank.halting._preemption.notice)
         found = rank.halting.wish(1).reason
@@ -249,7 +214,7 @@ def test_an_end_far_ahead_has_time(wanted: float, make_rank: Any) -> None:
 
 def test_an_absent_service_is_reported_once(make_rank: Any) -> None:
     with serving(lambda *request: (500, "")) as server:
-        rank = make_rank(0, halt_notices=f"aws {server.endpoint}")
+        rank = make_rank(halt_notices=f"aws {server.endpoint}")
         until(lambda: rank.halting._preemption.problem)
         assert [rank.halting.wish(v).reason for v in range(1, 4)] == [Reason.NONE] * 3
         server.reply = lambda *request: (404, "")

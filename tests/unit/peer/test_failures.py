@@ -25,7 +25,6 @@ from tierckpt.errors import (
     PeerError,
     RefusedError,
 )
-from tierckpt.format import VersionId
 from tierckpt.peer import Address, Link, Transport, own_host, wire
 from tierckpt.testing import injected
 
@@ -34,14 +33,24 @@ LENGTHS = [3 << 20] * 3
 SHORT = replace(QUICK, join_seconds=0.3)
 
 
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    with Members(tmp_path, CODE, LENGTHS) as made:
+        yield made
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
 def check_next_version(members: Members, version: int = 2) -> None:
-    """The next version is protected, and any one shard can be rebuilt from it."""
+    """The next version is protected, and a shard can be rebuilt from it."""
     members.limits = QUICK
     for transport in members.transports:
         transport.limits = QUICK
     members.protect(version)
-    for lost in range(3):
-        assert members.rebuilt({lost}, version) == {lost: members.image(lost, version)}
+    assert members.rebuilt({1}, version) == {1: members.image(1, version)}
 
 
 # --- missing peers -------------------------------------------------------------------------------
@@ -71,15 +80,12 @@ def test_a_member_without_its_agent_is_named(tmp_path: Path) -> None:
         check_next_version(members)
 
 
-def test_an_agent_back_at_its_port_is_found_though_connections_were_kept(
-    tmp_path: Path,
-) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        members.protect(1)
-        port = members.addresses[1].port
-        members.transports[1].close()
-        members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
-        check_next_version(members)
+def test_an_agent_back_at_its_port_is_found_though_connections_were_kept(members: Members) -> None:
+    members.protect(1)
+    port = members.addresses[1].port
+    members.transports[1].close()
+    members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
+    check_next_version(members)
 
 
 def test_a_member_that_could_not_be_reached_is_waited_for_less_the_next_time(
@@ -101,66 +107,47 @@ def test_a_member_that_could_not_be_reached_is_waited_for_less_the_next_time(
         threads = [members.start(members.exchange(member, 3)) for member in (0, 2)]
         wait_until(lambda: not members.transports[0].doubts(members.addresses[1]))
         threads.append(members.start(members.exchange(1, 3)))
-        for thread in threads:
-            thread.join()
+        join(threads)
         assert members.errors == {}
 
 
-def test_a_member_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        threads = [members.start(members.exchange(member)) for member in (0, 2)]
-        # Both wait to join the third, and each other.
-        wait_until(lambda: sum(len(t._links) for t in members.transports) >= 4)
-        assert not members.errors
-        threads.append(members.start(members.exchange(1)))
-        for thread in threads:
-            thread.join()
-        assert members.errors == {}
-        assert len(members.parities()) == 3
+def test_an_agent_that_starts_late_is_waited_for(members: Members) -> None:
+    port = members.addresses[1].port
+    members.transports[1].close()
+    threads = [members.start(members.exchange(member)) for member in (0, 2)]
+    wait_until(lambda: all(members.transports[m]._hosts for m in (0, 2)))
+    members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
+    threads.append(members.start(members.exchange(1)))
+    join(threads)
+    assert members.errors == {}
+    assert len(members.parities()) == 3
 
 
-def test_an_agent_that_starts_late_is_waited_for(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        port = members.addresses[1].port
-        members.transports[1].close()
-        threads = [members.start(members.exchange(member)) for member in (0, 2)]
-        wait_until(lambda: all(members.transports[m]._hosts for m in (0, 2)))
-        members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
-        threads.append(members.start(members.exchange(1)))
-        for thread in threads:
-            thread.join()
-        assert members.errors == {}
-        assert len(members.parities()) == 3
+def test_a_member_that_skipped_the_version_reports_it_at_once(
+    members: Members, tmp_path: Path
+) -> None:
+    first = [members.start(members.exchange(member, 1)) for member in (0, 2)]
+    ahead = members.exchange(1, 2)
+    second = members.start(ahead)
+    join(first)
+    for member in (0, 2):
+        assert f"v1 {LEFT_OUT}: v2 is next" in str(members.errors[member])
+    second = [second, *(members.start(members.exchange(member, 2)) for member in (0, 2))]
+    members.errors.clear()
+    join(second)
+    assert members.errors == {}
+    assert nothing_of(tmp_path, 1)
+    assert len(members.parities(2)) == 3
 
 
-def test_a_member_that_skipped_the_version_reports_it_at_once(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        first = [members.start(members.exchange(member, 1)) for member in (0, 2)]
-        ahead = members.exchange(1, 2)
-        second = members.start(ahead)
-        for thread in first:
-            thread.join()
-        for member in (0, 2):
-            assert f"v1 {LEFT_OUT}: v2 is next" in str(members.errors[member])
-        second = [second, *(members.start(members.exchange(member, 2)) for member in (0, 2))]
-        members.errors.clear()
-        for thread in second:
-            thread.join()
-        assert members.errors == {}
-        assert nothing_of(tmp_path, 1)
-        assert len(members.parities(2)) == 3
-
-
-def test_a_member_that_comes_after_another_gave_up_receives_the_reason(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        ahead = members.start(members.exchange(1, 2))
-        members.start(members.exchange(0, 1)).join()
-        members.start(members.exchange(2, 1)).join()
-        assert f"rank {rank_of(0)} ({members.addresses[0]}) gave up" in str(members.errors[2])
-        assert f"v1 {LEFT_OUT}: v2 is next" in str(members.errors[2])
-        for thread in [ahead, *(members.start(members.exchange(m, 2)) for m in (0, 2))]:
-            thread.join()
-        assert len(members.parities(2)) == 3
+def test_a_member_that_comes_after_another_gave_up_receives_the_reason(members: Members) -> None:
+    ahead = members.start(members.exchange(1, 2))
+    members.start(members.exchange(0, 1)).join()
+    members.start(members.exchange(2, 1)).join()
+    assert f"rank {rank_of(0)} ({members.addresses[0]}) gave up" in str(members.errors[2])
+    assert f"v1 {LEFT_OUT}: v2 is next" in str(members.errors[2])
+    join([ahead, *(members.start(members.exchange(m, 2)) for m in (0, 2))])
+    assert len(members.parities(2)) == 3
 
 
 # --- failures in the middle ----------------------------------------------------------------------
@@ -168,67 +155,64 @@ def test_a_member_that_comes_after_another_gave_up_receives_the_reason(tmp_path:
 
 @pytest.mark.parametrize("operation", ["meet", "send", "write", "end"])
 def test_a_member_that_fails_takes_the_version_not_the_next_one(
-    operation: str, tmp_path: Path
+    members: Members, operation: str, tmp_path: Path
 ) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        for transport in members.transports:
-            transport.limits = replace(QUICK, join_seconds=2.0)
-        with injected(f"eio@peer:op={operation},member=1,version=1") as rules:
-            members.run([members.exchange(member) for member in range(3)])
-        assert rules[0].hits
-        assert isinstance(members.errors[1], OSError)
-        for member in (0, 2):
-            assert isinstance(members.errors[member], PeerError)
-            assert members.errors[member].member in (1, 2 - member)
-            assert f"rank {rank_of(1)} ({members.addresses[1]})" in str(members.errors[member])
-        assert any("injected" in str(members.errors[m]) for m in (0, 2))
-        assert nothing_of(tmp_path, 1)
-        check_next_version(members)
+    for transport in members.transports:
+        transport.limits = replace(QUICK, join_seconds=2.0)
+    with injected(f"eio@peer:op={operation},member=1,version=1") as rules:
+        members.run([members.exchange(member) for member in range(3)])
+    assert rules[0].hits
+    assert isinstance(members.errors[1], OSError)
+    for member in (0, 2):
+        assert isinstance(members.errors[member], PeerError)
+        assert members.errors[member].member in (1, 2 - member)
+        assert f"rank {rank_of(1)} ({members.addresses[1]})" in str(members.errors[member])
+    assert any("injected" in str(members.errors[m]) for m in (0, 2))
+    assert nothing_of(tmp_path, 1)
+    check_next_version(members)
 
 
-def test_a_shard_that_was_refilled_makes_no_parity_anywhere(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        refilled = members.exchange(1, still_sealed=lambda: False)
-        members.run([members.exchange(0), refilled, members.exchange(2)])
-        assert isinstance(members.errors[1], FileNotFoundError)
-        for member in (0, 2):
-            assert "was refilled while it was read" in str(members.errors[member])
-        assert nothing_of(tmp_path, 1)
-        check_next_version(members)
+def test_a_shard_that_was_refilled_makes_no_parity_anywhere(
+    members: Members, tmp_path: Path
+) -> None:
+    refilled = members.exchange(1, still_sealed=lambda: False)
+    members.run([members.exchange(0), refilled, members.exchange(2)])
+    assert isinstance(members.errors[1], FileNotFoundError)
+    for member in (0, 2):
+        assert "was refilled while it was read" in str(members.errors[member])
+    assert nothing_of(tmp_path, 1)
+    check_next_version(members)
 
 
-def test_an_older_version_stays_when_the_next_one_fails(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        members.protect(1)
-        with injected("eio@peer:op=send,member=0,version=2,hit=2"):
-            members.run([members.exchange(member, 2) for member in range(3)])
-        assert len(members.errors) == 3
-        assert nothing_of(tmp_path, 2)
-        assert members.rebuilt({0}, 1) == {0: members.image(0, 1)}
-        check_next_version(members, 3)
+def test_an_older_version_stays_when_the_next_one_fails(members: Members, tmp_path: Path) -> None:
+    members.protect(1)
+    with injected("eio@peer:op=send,member=0,version=2,hit=2"):
+        members.run([members.exchange(member, 2) for member in range(3)])
+    assert len(members.errors) == 3
+    assert nothing_of(tmp_path, 2)
+    assert members.rebuilt({0}, 1) == {0: members.image(0, 1)}
+    check_next_version(members, 3)
 
 
-def test_a_member_that_restarts_ends_the_exchange_of_the_others(tmp_path: Path) -> None:
+def test_a_member_that_restarts_ends_the_exchange_of_the_others(members: Members) -> None:
     """It was killed and started again while the others were in the middle of the version."""
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        first = members.exchange(1)
-        with members.transports[1].hosting(first):  # joined by the others, and then does nothing
-            others = [members.exchange(member) for member in (0, 2)]
-            threads = [members.start(exchange) for exchange in others]
-            wait_until(lambda: all(1 in exchange._inbox._attempts for exchange in others))
-            links = [members.transports[1].connect(members.addresses[m]) for m in (0, 2)]
-            for member, link in zip((0, 2), links, strict=True):
-                head = {"op": "join", "tag": first.tag, "series": first.series, "to": member}
-                head |= {"version": 1, "generation": 1, "member": 1, "attempt": "another"}
-                link.send(head, first._shard.manifest)
-            for thread in threads:
-                thread.join()
-            for link in links:
-                members.transports[1].drop(link)
-            first._give_up("the test is over")
-        for member in (0, 2):
-            assert "was restarted during the exchange" in str(members.errors[member])
-        check_next_version(members)
+    first = members.exchange(1)
+    with members.transports[1].hosting(first):  # joined by the others, and then does nothing
+        others = [members.exchange(member) for member in (0, 2)]
+        threads = [members.start(exchange) for exchange in others]
+        wait_until(lambda: all(1 in exchange._inbox._attempts for exchange in others))
+        links = [members.transports[1].connect(members.addresses[m]) for m in (0, 2)]
+        for member, link in zip((0, 2), links, strict=True):
+            head = {"op": "join", "tag": first.tag, "series": first.series, "to": member}
+            head |= {"version": 1, "generation": 1, "member": 1, "attempt": "another"}
+            link.send(head, first._shard.manifest)
+        join(threads)
+        for link in links:
+            members.transports[1].drop(link)
+        first._give_up("the test is over")
+    for member in (0, 2):
+        assert "was restarted during the exchange" in str(members.errors[member])
+    check_next_version(members)
 
 
 def test_a_member_that_waits_for_a_third_one_is_not_blamed(
@@ -298,89 +282,70 @@ def test_one_at_work_itself_is_not_blamed_at_once(
         assert len(members.parities(1)) == 3
 
 
-def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
-    """Its last message was lost, for example in a full connection."""
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        gone, asks = members.exchange(1), members.exchange(0)
-        with members.transports[1].hosting(gone):
-            pass
-        assert asks._blame.excuse(1, 1.0)  # it answers, and has not given up yet
-        gone._give_up("its disk is full")
-        assert not asks._blame.excuse(1, 1.0)
-        assert asks._blame._replies[1] == "it gave up: its disk is full"
-        members.transports[1].close()
-        assert not asks._blame.excuse(1, 1.0)
-        assert asks._blame._replies[1] == "it does not answer"
-
-
-def test_a_slow_one_is_not_blamed_alone(tmp_path: Path) -> None:
+def test_a_slow_one_is_not_blamed_alone(members: Members) -> None:
     """Member 1 answers, with a slow disk perhaps, while member 2 hangs: the error names both."""
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        slow, asks = members.exchange(1), members.exchange(0)
-        with members.transports[1].hosting(slow):
-            members.transports[2].close()
-            assert not asks._blame.excuse(1, 1.5 * QUICK.stall_seconds)
-            text = str(asks._explain(PeerError("rank 1 sent nothing for 9 s", 1)))
-        assert "makes no progress; no answer from " in text
-        assert text.endswith(asks._party.name(2))
+    slow, asks = members.exchange(1), members.exchange(0)
+    with members.transports[1].hosting(slow):
+        members.transports[2].close()
+        assert not asks._blame.excuse(1, 1.5 * QUICK.stall_seconds)
+        text = str(asks._explain(PeerError("rank 1 sent nothing for 9 s", 1)))
+    assert "makes no progress; no answer from " in text
+    assert text.endswith(asks._party.name(2))
 
 
 # --- giving up -----------------------------------------------------------------------------------
 
 
-def test_cancelled_while_it_waits_for_others(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        exchange = members.exchange(0)
-        thread = members.start(exchange)
-        wait_until(lambda: bool(members.transports[0]._hosts))
-        exchange.cancel("superseded by v2")
-        thread.join()
-        assert isinstance(members.errors[0], ExchangeCancelledError)
-        assert "superseded by v2" in str(members.errors[0])
-        check_next_version(members)
+def test_cancelled_while_it_waits_for_others(members: Members) -> None:
+    exchange = members.exchange(0)
+    thread = members.start(exchange)
+    wait_until(lambda: bool(members.transports[0]._hosts))
+    exchange.cancel("superseded by v2")
+    thread.join()
+    assert isinstance(members.errors[0], ExchangeCancelledError)
+    assert "superseded by v2" in str(members.errors[0])
+    check_next_version(members)
 
 
-def test_members_receive_the_reason_of_a_cancelled_exchange(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        exchanges = [members.exchange(member) for member in range(3)]
-        asked: list[int] = []
+def test_members_receive_the_reason_of_a_cancelled_exchange(
+    members: Members, tmp_path: Path
+) -> None:
+    exchanges = [members.exchange(member) for member in range(3)]
+    asked: list[int] = []
 
-        def cancel_once() -> bool:
-            asked.append(1)
-            exchanges[1].cancel("superseded by v2")
-            return True
+    def cancel_once() -> bool:
+        asked.append(1)
+        exchanges[1].cancel("superseded by v2")
+        return True
 
-        exchanges[1] = members.exchange(1, still_sealed=cancel_once)
-        members.run(exchanges)
-        assert asked
-        assert isinstance(members.errors[1], ExchangeCancelledError)
-        for member in (0, 2):
-            assert "superseded by v2" in str(members.errors[member])
-        assert nothing_of(tmp_path, 1)
-        check_next_version(members)
-
-
-def test_closing_the_transport_ends_an_exchange_under_way(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        thread = members.start(members.exchange(0))
-        wait_until(lambda: bool(members.transports[0]._hosts))
-        members.transports[0].close()
-        thread.join()
-        assert "the agent is closing" in str(members.errors[0])
-        with pytest.raises(ExchangeCancelledError, match="closing"):
-            members.exchange(0).run()
+    exchanges[1] = members.exchange(1, still_sealed=cancel_once)
+    members.run(exchanges)
+    assert asked
+    assert isinstance(members.errors[1], ExchangeCancelledError)
+    for member in (0, 2):
+        assert "superseded by v2" in str(members.errors[member])
+    assert nothing_of(tmp_path, 1)
+    check_next_version(members)
 
 
-def test_the_same_exchange_twice_at_once_is_refused(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        thread = members.start(members.exchange(0))
-        wait_until(lambda: bool(members.transports[0]._hosts))
-        with pytest.raises(PeerError, match="being exchanged already"):
-            members.exchange(0).run()
-        threads = [thread, *(members.start(members.exchange(member)) for member in (1, 2))]
-        for thread in threads:
-            thread.join()
-        assert members.errors == {}
+def test_closing_the_transport_ends_an_exchange_under_way(members: Members) -> None:
+    thread = members.start(members.exchange(0))
+    wait_until(lambda: bool(members.transports[0]._hosts))
+    members.transports[0].close()
+    thread.join()
+    assert "the agent is closing" in str(members.errors[0])
+    with pytest.raises(ExchangeCancelledError, match="closing"):
+        members.exchange(0).run()
+
+
+def test_the_same_exchange_twice_at_once_is_refused(members: Members) -> None:
+    thread = members.start(members.exchange(0))
+    wait_until(lambda: bool(members.transports[0]._hosts))
+    with pytest.raises(PeerError, match="being exchanged already"):
+        members.exchange(0).run()
+    threads = [thread, *(members.start(members.exchange(member)) for member in (1, 2))]
+    join(threads)
+    assert members.errors == {}
 
 
 # --- other processes ---------------------------------------------------------------------------
@@ -660,8 +625,7 @@ def relay(to: Address) -> Iterator[Address]:
         for sock in opened:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
+        join(threads)
         for sock in (listener, *opened):
             sock.close()
 
@@ -707,12 +671,3 @@ def test_a_port_in_use_is_an_error_that_names_the_setting() -> None:
         pytest.raises(ConfigError, match="set another interface or port"),
     ):
         Transport(SECRET, "127.0.0.1", one.address.port)
-
-
-def test_versions_of_different_generations_are_distinguished(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, [8192] * 3) as members:
-        exchange = members.exchange(0, 7)
-        assert exchange.id == VersionId(1, 7)
-        assert exchange.tag.startswith("1.7.")
-        assert exchange.series == members.exchange(0, 8).series
-        assert exchange.series != members.exchange(0, 8, make=[1]).series

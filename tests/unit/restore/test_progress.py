@@ -43,14 +43,6 @@ def shown_by(progress: Progress) -> str:
     return terminal.getvalue()
 
 
-def test_a_long_restore_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    text = shown_by(Progress(True, patience_seconds=0.0))
-    assert "verifying v7" in text
-    assert "loading v7" in text
-    assert "2.0/2.0 kB" in text
-
-
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_short_restore_shows_nothing(shown: bool) -> None:
     assert shown_by(Progress(shown, patience_seconds=1e6 if shown else 0.0)) == ""

@@ -39,10 +39,11 @@ from tierckpt.restore import (
     runs_of,
     shards,
 )
-from tierckpt.restore.shards import RUN_BYTES, in_file
+from tierckpt.restore.shards import in_file
 from tierckpt.restored import TransferStats
 from tierckpt.storage.persistent import PersistentError
 
+RUN_BYTES = 1 << 20
 SHARD_BYTES = 2 * RUN_BYTES + 3 * 4096
 SHARDS = 3
 
@@ -81,6 +82,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
     monkeypatch.setattr(shards, "open_image", made.open_image)
+    monkeypatch.setattr(shards, "RUN_BYTES", RUN_BYTES)
     return made
 
 
@@ -244,13 +246,13 @@ def test_the_scope_of_a_fault_follows_from_the_place_and_the_error(
     assert FaultScope.of(Location("persistent", "*", "/far"), error) is far
 
 
-@given(st.lists(st.integers(1, RUN_BYTES), max_size=40))
+@given(st.lists(st.integers(1, shards.RUN_BYTES), max_size=40))
 def test_runs_are_all_blocks_in_order(block_bytes: list[int]) -> None:
     header: Any = SimpleNamespace(header_bytes=8192, block_bytes=tuple(block_bytes))
     low, number, seen = 8192, 1, []
     for run in runs_of(header):
         assert (run.low, run.first) == (low, number)
-        assert 0 < sum(run.block_bytes) <= RUN_BYTES
+        assert 0 < sum(run.block_bytes) <= shards.RUN_BYTES
         low, number = low + sum(run.block_bytes), number + len(run.block_bytes)
         seen += run.block_bytes
     assert seen == block_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tierckpt.format import ShardHeader, TensorSpec, decode_header, encode_header, plan_layout
-from tierckpt.restore import LARGE_BYTES, Part, TensorPreallocator
+from tierckpt.restore import Part, TensorPreallocator
 from tierckpt.state import TrainingState, as_bytes, flat, label_optimizers, spec_of
 
 WIDTH = 512  # a square of float32 is four times LARGE_BYTES
@@ -68,16 +68,6 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
         if name.startswith("optimizer/weight/exp_avg"):
             assert pages_there(tensor) >= tensor.nbytes // mmap.PAGESIZE - 1
     assert pages_there(new.make(large, "cpu")) < large.nbytes // mmap.PAGESIZE // 2  # a second one
-
-
-def test_memory_of_one_foreseen_is_given_once() -> None:
-    saved = live(steps=1)
-    new = TensorPreallocator(live())
-    foresee(new, header_of(saved, 0), header_of(saved, 1))
-    spec = specs_of(saved)["optimizer/weight/exp_avg"]
-    assert spec.nbytes == 4 * LARGE_BYTES
-    assert new.make(spec, "cpu").data_ptr() != (again := new.make(spec, "cpu")).data_ptr()
-    assert spec_of(again, spec.name) == spec
 
 
 def test_no_tensor_is_made_for_values_that_exist_or_fit_nothing() -> None:

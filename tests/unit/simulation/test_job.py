@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,6 @@ from tierckpt.simulation import (
     simulate,
     with_best_intervals,
 )
-from tierckpt.simulation import course as job_module
-from tierckpt.simulation.course import Outcome, student
 
 DAY = 86400.0
 
@@ -39,7 +38,7 @@ def scenario(*levels: Level, **changes: Any) -> Scenario:
     return replace(base, **changes)
 
 
-def course(wanted: Scenario) -> Outcome:
+def course(wanted: Scenario) -> Any:
     (outcome,) = simulate(wanted).outcomes
     return outcome
 
@@ -193,7 +192,10 @@ def test_a_year_of_16384_ranks_takes_a_fraction_of_a_minute() -> None:
 
 def test_confidence_intervals() -> None:
     for freedom, factor in ((1, 12.706), (3, 3.182), (5, 2.571), (9, 2.262), (29, 2.045)):
-        assert student(freedom) == pytest.approx(factor, rel=0.02 if freedom < 5 else 0.002)
+        values = [*map(float, range(freedom + 1))]
+        expected = factor * statistics.stdev(values) / len(values) ** 0.5
+        slack = 0.02 if freedom < 5 else 0.002
+        assert Estimate.of(values).error == pytest.approx(expected, rel=slack)
     assert Estimate.of([1.0, 2.0, 3.0, 4.0]).mean == 2.5
     assert math.isnan(Estimate.of([1.0]).error)
 
@@ -211,7 +213,7 @@ def test_transfers_end_however_late_it_is() -> None:
 
 def test_a_job_that_can_never_get_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit of the wall time it would be simulated without end."""
-    monkeypatch.setattr(job_module, "MAX_WITHOUT_PROGRESS", 1000)
+    monkeypatch.setattr("tierckpt.simulation.course.MAX_WITHOUT_PROGRESS", 1000)
     often = Failures(job_every_seconds=3.0)
     endless = Job(ranks=16, step_seconds=1.0, length_seconds=math.inf, work_seconds=100.0)
     with pytest.raises(ConfigError, match=r"1,001 failures in a row.*give \[job\] length"):

@@ -88,22 +88,15 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_byte_and_digest_is_right(engine: Engine, shape: str, seed: int) -> None:
     memory = Memory(SHAPES[shape], seed)
     job = memory.job(engine)
     job.release_all()
     assert job.run(0.0) is Progress.COMPLETE
     assert memory.target.tobytes() == memory.expected()
+    assert memory._target.sum() == memory.target.sum(), "the bytes around it stay"
     assert digests_of(job) == memory.digests()
-
-
-def test_the_bytes_around_the_target_stay(engine: Engine) -> None:
-    memory = Memory([[1000], [10, 20, 3000]])
-    job = memory.job(engine)
-    job.release_all()
-    job.run(0.0)
-    assert memory._target.sum() == memory.target.sum()
 
 
 def test_only_released_blocks_are_copied_each_once(own_engine: Engine) -> None:

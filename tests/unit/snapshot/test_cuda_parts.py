@@ -6,11 +6,13 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.support.late_device import LateDevice
 from tierckpt.errors import UnsupportedStateError
-from tierckpt.snapshot import cuda
+from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine
 from tierckpt.snapshot.cuda import CudaLane, CudaSnapshot
 from tierckpt.state import TrainingState, training_state
 
@@ -125,10 +127,103 @@ def test_adjacent_parts_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs(parts) == [([3, 4], list(range(8))), ([5], list(range(8, 12)))]
 
 
-def test_parts_that_are_not_adjacent_in_both_places_stay_separate() -> None:
-    tensor, other = torch.arange(8, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
-    assert runs({3: tensor[:4], 5: tensor[4:]}) == [([3], [0, 1, 2, 3]), ([5], [4, 5, 6, 7])]
-    assert runs({3: tensor[4:], 4: tensor[:4]}) == [([3], [4, 5, 6, 7]), ([4], [0, 1, 2, 3])]
-    assert runs({3: tensor[:2], 4: tensor[4:]}) == [([3], [0, 1]), ([4], [4, 5, 6, 7])]
-    assert runs({3: tensor[4:], 4: other}) == [([3], [4, 5, 6, 7]), ([4], [0, 1, 2, 3])]
-    assert runs({}) == []
+# --- device copies, with the host in place of a GPU ----------------------------------------------
+
+
+@pytest.fixture
+def device() -> LateDevice:
+    engine = find_engine()
+    if engine is None:
+        pytest.skip(describe_engine())
+    return LateDevice(engine)
+
+
+@pytest.fixture
+def plan() -> CopyPlan:
+    torch.manual_seed(1)
+    large = [torch.nn.Linear(1000, 700) for _ in range(2)]
+    small = [torch.nn.LayerNorm(33) for _ in range(50)]
+    model = torch.nn.Sequential(*large, *small, torch.nn.BatchNorm1d(9))
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    made = CopyPlan(state, state.walk(), 0, 1)
+    made.buffers.stage()
+    return made
+
+
+@pytest.fixture
+def sources(plan: CopyPlan) -> Sources:
+    return Sources.of(plan)
+
+
+def image_of(plan: CopyPlan) -> bytes:
+    found = bytearray(plan.layout.nbytes)
+    for number, block in enumerate(plan.layout.blocks):
+        data = b"".join(p.numpy().tobytes() for p in plan.source(number)[0])
+        found[block.offset : block.offset + block.nbytes] = data
+    return bytes(found)
+
+
+def test_all_blocks_arrive_and_adjacent_ones_are_one_copy(
+    plan: CopyPlan, sources: Sources, device: LateDevice
+) -> None:
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    everything = range(len(plan.layout.blocks))
+    device.copies.enqueue(sources, everything, target.ctypes.data, device.compute)
+    assert target.tobytes() == image_of(plan)
+    assert 1000 * 700 * 4 in device.sizes  # a weight of several blocks
+    assert len(device.sizes) < sum(len(b.parts) for b in plan.layout.blocks)
+
+
+def test_tensors_with_adjacent_memory_are_copied_apart(device: LateDevice) -> None:
+    memory = torch.randn(2, 300, 300)
+    layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(2)]
+    for layer, part in zip(layers, memory, strict=True):
+        layer.weight = torch.nn.Parameter(part)
+        low = part.data_ptr()
+        device.allocations.append((low, low + part.nbytes))
+    model = torch.nn.Sequential(*layers)
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    plan = CopyPlan(state, state.walk(), 0, 1)
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    blocks = range(len(plan.layout.blocks))
+    device.copies.enqueue(Sources.of(plan), blocks, target.ctypes.data, device.compute)
+    assert target.tobytes() == image_of(plan)
+    assert device.sizes == [300 * 300 * 4] * 2
+
+
+def test_a_copy_has_a_limit(
+    plan: CopyPlan, sources: Sources, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "MAX_COPY_BYTES", 1 << 20)
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    device.copies.enqueue(
+        sources, range(len(plan.layout.blocks)), target.ctypes.data, device.compute
+    )
+    assert max(device.sizes) == 1 << 20
+    assert target.tobytes() == image_of(plan)
+
+
+def test_a_refused_copy_is_an_error(plan: CopyPlan, sources: Sources, device: LateDevice) -> None:
+    device.error = 700
+    target = np.zeros(plan.layout.nbytes, np.uint8)
+    with pytest.raises(cuda.DeviceCopyError, match="error 700"):
+        device.copies.enqueue(sources, [0, 1], target.ctypes.data, device.compute)
+    assert len(device.sizes) == 1
+
+
+def test_tensors_on_the_host_with_gaps_or_small_are_left_to_torch(
+    plan: CopyPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(Sources.of(plan).direct)  # no block is on a GPU
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = Sources.of(plan)
+    for block, direct in zip(plan.layout.blocks, found.direct, strict=True):
+        mean_bytes = block.nbytes / len(block.parts)
+        assert direct == (len(block.parts) == 1 or mean_bytes >= cuda.MIN_SEGMENT_BYTES)
+    assert {True, False} == {*found.direct}
+    assert found.split([0, len(found.direct) - 1])[0] == [0]
+    gap = next(i for i, t in enumerate(plan.sources) if t.dim() == 2)
+    plan.sources[gap] = plan.sources[gap][:, ::2]
+    with_gap = Sources.of(plan).direct
+    for block, direct in zip(plan.layout.blocks, with_gap, strict=True):
+        assert not (direct and gap in [part[0] for part in block.parts])

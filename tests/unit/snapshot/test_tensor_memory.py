@@ -21,8 +21,10 @@ MANY = 700
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "methods":
+    if request.param != "memory":
         monkeypatch.setattr(tensor_memory, "find", lambda: None)
+        if request.param == "no guards":
+            monkeypatch.setattr(copy_plan, "_guards", lambda: None)
     elif tensor_memory.find() is None:
         pytest.skip("the copy engine is not built, or this torch has other objects")
     return str(request.param)
@@ -34,6 +36,7 @@ def test_torch_has_the_objects_and_python_the_tags() -> None:
         pytest.skip(describe_engine())
     assert tensor_memory.find() is not None
     assert tensor_memory.find_tag() is not None
+    assert copy_plan._guards() is not None
 
 
 def view_of(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -43,6 +46,7 @@ def view_of(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("change", [*KINDS, *MOVES])
 @pytest.mark.parametrize("number", [0, MANY - 1])
+@pytest.mark.parametrize("way", [*WAYS, "no guards"], indirect=True)
 def test_every_change_is_seen(way: str, change: str, number: int) -> None:
     tensors = [torch.zeros(4, 4) for _ in range(MANY)]
     view, _aliases = view_of(tensors)
@@ -123,6 +127,35 @@ def test_a_difference_that_does_not_matter_is_judged_by_the_methods(
     )
     assert view.stand() == bytes(12)
     assert found == []
+
+
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_what_is_no_kind_may_change(has_guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's guards see more: then the kinds themselves are compared."""
+    if not has_guards:
+        monkeypatch.setattr(copy_plan, "_guards", lambda: None)
+    tensors = [torch.zeros(4, 4) for _ in range(5)]
+    kinds = copy_plan.Kinds(tensors)
+    assert kinds.stand()
+    tensors[1].requires_grad_()
+    assert kinds.stand()
+    tensors[2].add_(1)
+    tensors[0].data = torch.ones(4, 4)
+    assert kinds.stand()
+    tensors[1].data = tensors[1].data.t()
+    assert not kinds.stand()
+
+
+def test_guards_that_miss_a_change_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Blind:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def check(self, tensor: torch.Tensor) -> bool:
+            return tensor.dtype is torch.float32
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Blind)
+    assert copy_plan._guards.__wrapped__() is None
 
 
 def test_tensors_of_many_dimensions_are_left_to_the_methods() -> None:

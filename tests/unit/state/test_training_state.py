@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from tierckpt.checkpointer import shard_bytes
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.format import PER_RANK, UNIT_BYTES
 from tierckpt.snapshot import CopyPlan
-from tierckpt.state import TrainingState, label_optimizers, load_rng, pack_rng, refuse_model, unwrap
+from tierckpt.state import TrainingState, label_optimizers, refuse_model, unwrap
 
 
 def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
@@ -193,31 +192,6 @@ def test_a_shared_buffer_is_there_once() -> None:
     assert len(names) == len(set(names)) == 5
 
 
-def test_optimizer_state_but_no_tensor_goes_into_the_tree() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.LBFGS(model.parameters())
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 2)).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    found = TrainingState(model, {"opt": optimizer})
-    walk = found.walk()
-    packed = found.optimizer_tree.group_odd(walk.odd)["opt/weight"]
-    assert {"func_evals", "n_iter", "old_dirs"} <= set(packed)
-    live = optimizer.state[model.weight]
-    assert packed["func_evals"] == live["func_evals"]
-    # A list of tensors is odd; its tensors are striped like any others.
-    named = {name: tensor for name, tensor, _ in found.entries(walk)}
-    assert live["old_dirs"]
-    for index, tensor in enumerate(live["old_dirs"]):
-        assert packed["old_dirs"][index] == {"~": "entry", "v": f"old_dirs[{index}]"}
-        assert named[f"opt/weight/old_dirs[{index}]"] is tensor
-
-
 # --- refusals and their messages -----------------------------------------------------------------
 
 
@@ -289,13 +263,6 @@ def test_a_parameter_that_cannot_be_taken_is_named_with_a_way_out(
     assert way_out in said
 
 
-def test_a_lazy_module_is_refused_by_name() -> None:
-    found = TrainingState(nn.Sequential(nn.LazyLinear(3)), {})
-    said = refused(lambda: found.entries(found.walk()))
-    assert said.startswith("model/0.weight")
-    assert "forward pass" in said
-
-
 def test_a_buffer_that_cannot_be_taken_is_named() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.ones(1).expand(3))
@@ -342,105 +309,6 @@ def test_an_extra_without_state_is_refused_by_name(thing: Any) -> None:
     said = refused(lambda: TrainingState(nn.Linear(1, 1), {}, {"loader": thing}))
     assert "extra['loader']" in said
     assert "load_state_dict" in said
-
-
-# --- random streams ------------------------------------------------------------------------------
-
-
-def draws() -> tuple[Any, ...]:
-    import random
-
-    return (
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(),
-        np.random.randn(),
-        torch.rand(3).tolist(),
-    )
-
-
-@pytest.fixture
-def streams_put_back() -> Any:
-    saved = pack_rng()
-    yield
-    load_rng(saved)
-
-
-@pytest.mark.usefixtures("streams_put_back")
-def test_all_random_streams_are_taken_up_where_they_were() -> None:
-    draws()  # odd numbers of normal deviates: the second of a pair is kept for later
-    saved = pack_rng()
-    expected = [draws() for _ in range(3)]
-    assert load_rng(saved) == []
-    assert [draws() for _ in range(3)] == expected
-
-
-@pytest.mark.usefixtures("streams_put_back")
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "devices", "set_"),
-    [
-        (3, 3, 4, {3: 3, 0: 0, 1: 1, 2: 2}),
-        (3, 1, 4, {1: 3, 0: 0, 2: 1, 3: 2}),
-        (0, 1, 2, {1: 0, 0: 1}),
-        (None, None, 1, {0: 2}),
-    ],
-)
-def test_the_stream_of_the_device_that_trains_goes_along(
-    saved_on: int | None,
-    loaded_on: int | None,
-    devices: int,
-    set_: dict[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rank that restarts as another one of its node has a device with another number."""
-    found: dict[int, int] = {}
-
-    def put(stream: torch.Tensor, index: int) -> None:
-        found[index] = int(stream)
-
-    def device(index: int | None) -> torch.device | None:
-        return None if index is None else torch.device("cuda", index)
-
-    for name in ("is_available", "is_initialized"):
-        monkeypatch.setattr(torch.cuda, name, lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: torch.tensor([i], dtype=torch.uint8))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", put)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if saved_on is None else devices)
-    saved = pack_rng(device(saved_on))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    problems = load_rng(saved, device(loaded_on))
-    assert found == set_
-    assert problems == (
-        ["RNG of 4 CUDA devices was saved, this process has 1"] if saved_on is None else []
-    )
-
-
-@pytest.mark.usefixtures("streams_put_back")
-def test_looking_does_not_draw() -> None:
-    np.random.seed(5)
-    expected = [np.random.rand() for _ in range(4)]
-    np.random.seed(5)
-    found = []
-    for _ in range(4):
-        pack_rng()
-        found.append(np.random.rand())
-    assert found == expected
-
-
-@pytest.mark.usefixtures("streams_put_back")
-def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
-    np.random.seed(5)
-    np.random.randn()
-    np.random.randn()
-    pack_rng()  # none is kept now
-    np.random.seed(5)
-    np.random.randn()  # one is kept, with the generator where it was before
-    saved = pack_rng()
-    expected = np.random.randn()
-    load_rng(saved)
-    assert np.random.randn() == expected
 
 
 def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_state() -> None:

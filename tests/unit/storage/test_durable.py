@@ -47,11 +47,6 @@ def root(tmp_path: Path) -> Path:
     return made
 
 
-def test_each_folder_is_durable_before_the_next_is_made(root: Path, calls: Calls) -> None:
-    make(root / "a" / "b")
-    assert calls == MADE
-
-
 def test_an_existing_folder_is_synced_for_a_creator_that_did_not_finish(
     root: Path, calls: Calls
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import os
 from collections.abc import Iterator
@@ -54,20 +53,6 @@ def test_an_unreadable_page_is_an_error_and_the_others_are_not(
         file.bring(409600, 409700)
     with pytest.raises(OSError, match="cannot be read"):
         file.bring(0, SIZE)
-
-
-def test_to_touch_it_would_end_the_process(path: Path) -> None:
-    """Shows that the test before proves something."""
-    child = os.fork()
-    if child == 0:
-        faulthandler.disable()
-        with path.open("rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        os.truncate(path, 0)
-        mapped[0]
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status)
 
 
 def test_it_can_be_closed_while_somebody_holds_a_part(file: MappedFile) -> None:

@@ -64,11 +64,6 @@ def test_a_versions_stem_is_parsed_back(name: VersionName) -> None:
     assert VersionName.parse(name.stem) == name
 
 
-@given(names, names)
-def test_different_versions_have_different_stems(one: VersionName, other: VersionName) -> None:
-    assert (one.stem == other.stem) == (one == other)
-
-
 @given(names)
 def test_other_names_are_no_versions(name: VersionName) -> None:
     for text in (f".{name.stem}", f"{name.stem}.manifest", f"{name.stem}/", "lease.000001", ""):
@@ -187,40 +182,6 @@ def test_every_node_has_its_turn_before_long(
     assert 0 <= wait <= (turn.count - 1) * seconds * (1 + 1e-9)
     assert turn.count == -(-nodes // at_once)
     assert turn.wait_seconds(now + wait + seconds / 1000) == 0.0
-
-
-def windows_of(
-    turns: TimeSlots, first: float, seconds: float, window_seconds: float
-) -> list[float]:
-    """The times when a node starts each of its windows."""
-    now, started = first, []
-    for _ in range(math.ceil(seconds / window_seconds)):
-        while wait := turns.wait_seconds(now):
-            now += wait + 1e-3
-        started.append(now)
-        now += window_seconds
-    return started
-
-
-@pytest.mark.parametrize("longest_seconds", [1.0, 10.0, 31.0])
-def test_ten_thousand_nodes_are_through_soon_after_the_least_time_there_is(
-    longest_seconds: float,
-) -> None:
-    """Work differs, and one node in ten has none. 100 at once, so 100 turns a round."""
-    nodes, at_once, window_seconds, first = 10_000, 100, 0.5, 1_234_567.8
-    busy: dict[int, set[int]] = {}
-    ends = []
-    for node in range(nodes):
-        turns = TimeSlots(node, nodes, at_once)
-        seconds = longest_seconds * (node * 7919 % 10) / 9
-        started = windows_of(turns, first, seconds, window_seconds)
-        for at in started:
-            busy.setdefault(int(at / turns.turn_seconds), set()).add(node)
-        ends += [at + window_seconds for at in started[-1:]]
-    assert max(map(len, busy.values())) <= at_once
-    rounds = math.ceil(longest_seconds / turns.turn_seconds) + 1
-    assert max(ends) - first <= rounds * turns.count * turns.turn_seconds
-    assert turns.turn_seconds <= 5.0, "a round without work for anybody is that many seconds each"
 
 
 def test_without_a_limit_nobody_waits() -> None:

@@ -5,20 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 from tests.slow_machine import SlowMachine
+from tests.support.waiting import until
 from tierckpt._process import process_stat
-
-PATIENCE_SECONDS = 120.0
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_process_is_stopped_and_awake_in_the_end() -> None:

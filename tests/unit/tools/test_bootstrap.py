@@ -276,15 +276,6 @@ def test_torch_comes_before_packages_that_would_bring_another(
     assert machine.installed == [[TORCH], ["uv", *rest], *([] if uv_works else [rest])]
 
 
-def test_without_a_gpu_it_stops_before_anything_could_require_torch(
-    run: Run, machine: Machine
-) -> None:
-    machine.build = CUDA_BUILD
-    with pytest.raises(SystemExit):
-        run()
-    assert machine.installed == []
-
-
 def test_a_torch_that_cannot_be_used_in_the_end_is_an_error(
     run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ from tierckpt.events import Event, EventLog
 from tierckpt.testing import TinyJob
 from tierckpt.tracing import Span, Trace, open_trace, read_entries, read_trace
 from tierckpt.tracing import recorder as trace_module
-from tierckpt.tracing.recorder import label, layer_of
 
 MEMORY_ONLY: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0.0}
 
@@ -82,10 +81,6 @@ def test_off_not_one_function_of_it_is_called(tmp_path: Path, shm_dir: Path) -> 
     # The same look sees them when it is on, so it would have seen them.
     seen = calls_of_a_job(tmp_path / "on", shm_dir, trace_dir=str(tmp_path / "traces"))
     assert {"copied", "span", "boundary_ends"} <= set(seen)
-
-
-def test_without_the_setting_there_is_no_recorder(tmp_path: Path) -> None:
-    assert open_trace(Config(), 0, str, EventLog(0)) is None
 
 
 def test_a_window_of_nothing_is_refused() -> None:
@@ -347,19 +342,3 @@ def test_a_too_long_file_is_not_continued(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- names ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("model/body.0.weight", "body.0.weight"),
-        ("adam/body.0.weight/exp_avg", "body.0.weight"),
-        ("buffer/norm.running_mean", "buffers"),
-    ],
-)
-def test_a_stored_tensor_belongs_to_a_parameter(name: str, layer: str) -> None:
-    assert layer_of(name) == layer
-
-
-def test_labels_are_short() -> None:
-    assert [label(x) for x in ([], ["a"], ["a", "b", "c"])] == ["nothing", "a", "a +2"]

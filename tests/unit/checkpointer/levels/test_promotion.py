@@ -177,17 +177,6 @@ def test_a_broken_version_tried_again_is_not_void(rank: Rank) -> None:
     assert rank.client.void == []
 
 
-def test_the_best_stays_though_a_newer_one_is_safe(tmp_path: Path) -> None:
-    rank = Rank(0, tmp_path, keep_best=1)
-    good = rank.take(3, metric=0.1, flush=False)
-    rank.agree(good, DONE)
-    rank.agree(rank.take(4, metric=0.2, flush=False), DONE)
-    assert rank.client.kept == {good}
-    better = rank.take(5, metric=0.05, flush=False)
-    rank.agree(better, DONE)
-    assert rank.client.kept == {better}
-
-
 def test_a_version_that_peers_can_restore_stays_until_they_can_restore_a_newer_one(
     rank: Rank,
 ) -> None:

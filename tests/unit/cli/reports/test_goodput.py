@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,25 +107,6 @@ def test_gap(events: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, str(events), "--gap", "10s")
     assert re.search(r"^not running +14\.00 +1 +not counted$", text, re.MULTILINE)
     assert re.search(r"^elapsed +58\.00", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", ["goodput", "watch"])
-def test_a_reader_that_ends_early_gets_no_traceback(events: Path, command: str) -> None:
-    """`| head -1`"""
-    arguments = [str(events)] if command == "goodput" else [str(events), "--once", "--json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tierckpt", command, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "common")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    with process.stderr as errors:
-        assert errors.read() == ""
-    assert process.wait(60) == 1
 
 
 def test_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,19 +204,3 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
     )
-
-
-def test_as_a_module_it_runs_and_reports_an_error_in_one_line(tmp_path: Path) -> None:
-    done = run("trace", "summary", "--ours", str(tmp_path / "none.json"))
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        f"tierckpt: cannot read {tmp_path / 'none.json'}: No such file or directory"
-    ]
-
-
-def test_it_starts_without_torch_and_numpy() -> None:
-    modules = "tierckpt.cli.main, tierckpt.cli.trace, tierckpt.tracing.recorder"
-    program = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
