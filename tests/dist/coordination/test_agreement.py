@@ -148,36 +148,6 @@ def test_a_request_of_one_rank_is_taken_by_all_ranks(
     assert len(place.shards()) == 3
 
 
-def saved_now(place: Place) -> tuple[Any, ...]:
-    job = make_job()
-    attached = attach(job, place, memory_every_steps=0, local_every_steps=1000)
-    train(job, attached.ckpt, range(3))
-    attached.ckpt.save(now=True)
-    durable = {p.name.split(".")[0] for p in place.shards()}
-    attached.ckpt.save(now=True)  # the same version again: no work
-    digest = job.digest()
-    train(job, attached.ckpt, range(3, 5))
-    attached.ckpt.abandon()
-
-    again = make_job(seed=2)
-    second = attach(again, place)
-    restored = second.ckpt.restore()
-    found = again.digest()
-    second.ckpt.close()
-    return durable, taken(attached), int(restored), found == digest
-
-
-def test_save_now_returns_when_the_version_is_durable(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(saved_now, Place.under(tmp_path, shm_dir))
-    for durable, what, restored, same in told:
-        assert durable == {"v0000000003"}
-        assert what["committed"] == [3]
-        assert restored == 3
-        assert same
-
-
 # --- failures of one rank ------------------------------------------------------------------------
 
 
