@@ -109,12 +109,12 @@ def test_the_curve_is_that_of_a_job_that_nobody_disturbed(
 
 
 def test_each_sample_comes_once_an_epoch_on_any_number_of_ranks(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     _, place = places(tmp_path, shm_dir)
-    told = ranks(2).run(train_on, kind, place, 2)
-    told += ranks(3).run(train_on, kind, place, 3)
-    told += ranks(2).run(train_on, kind, place)
+    told = ranks(2).run(train_on, PLAIN, place, 2)
+    told += ranks(3).run(train_on, PLAIN, place, 3)
+    told += ranks(2).run(train_on, PLAIN, place)
     assert [each["start"] for each in told] == [0, 0, 2, 2, 2, 5, 5]
     assert_each_sample_came_once_an_epoch(told)
 

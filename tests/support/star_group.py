@@ -24,6 +24,7 @@ import torch
 
 _HEAD = struct.Struct("<q")
 _RESULT = "result"
+PATIENCE_SECONDS = 120.0
 
 
 class RanksGoneError(RuntimeError):
@@ -50,9 +51,8 @@ class _Reduction:
 class StarGroup:
     """The Group of one rank. Any thread may wait for a reduction."""
 
-    def __init__(self, rank: int, size: int, end: socket.socket, is_ring: bool = False) -> None:
+    def __init__(self, rank: int, size: int, end: socket.socket) -> None:
         self.rank, self.size, self._end = rank, size, end
-        self.is_ring = is_ring
         self._calls = self._heard = 0
         self._answers: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -130,8 +130,6 @@ def run_star(
     size: int,
     program: Callable[..., Any],
     *args: Any,
-    is_ring: bool = False,
-    patience_seconds: float = 120.0,
 ) -> list[Ended]:
     """Return the results of `program(group, *args)` on each rank. Raises RuntimeError with the
     traceback of a rank that failed, and TimeoutError; no process is left."""
@@ -139,12 +137,12 @@ def run_star(
     pids = []
     for rank in range(size):
         if (pid := os.fork()) == 0:
-            _become_rank(rank, ends, program, args, is_ring)
+            _become_rank(rank, ends, program, args)
         pids.append(pid)
     for _, theirs in ends:
         theirs.close()
     try:
-        return _serve([ours for ours, _ in ends], pids, time.monotonic() + patience_seconds)
+        return _serve([ours for ours, _ in ends], pids, time.monotonic() + PATIENCE_SECONDS)
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)  # not waited for yet: the number is still its own
@@ -158,7 +156,6 @@ def _become_rank(
     ends: Sequence[tuple[socket.socket, socket.socket]],
     program: Callable[..., Any],
     args: tuple[Any, ...],
-    is_ring: bool,
 ) -> None:
     try:
         for other, (ours, theirs) in enumerate(ends):
@@ -167,7 +164,7 @@ def _become_rank(
                 theirs.close()
         torch.set_num_threads(1)
         end = ends[rank][1]
-        result = program(StarGroup(rank, len(ends), end, is_ring), *args)
+        result = program(StarGroup(rank, len(ends), end), *args)
         _send(end, (_RESULT, result))
     except BaseException:
         _send(ends[rank][1], ("failed", f"rank {rank}: {traceback.format_exc()}"))

@@ -12,21 +12,6 @@ KILL = "kill@seal:version=12"
 NO_LINGER = {"memory_linger_seconds": 0}
 
 
-def test_a_rebooted_machine_resumes_the_newest_version_complete_on_disk(
-    job: Job,
-) -> None:
-    """v12 is on one disk only: the other rank was still writing."""
-    slow = "stop@file:op=write,hit=3"
-    job.start({0: slow}, gates={"stand": 14}, settings={"when_busy": "wait"})
-    job.wait_fired(0, slow)
-    job.wait_for(lambda: 12 in [k.id.version for k in job.on_disk(1)], "v12 of rank 1")
-    job.reboot()
-    resumed = job.live()
-    assert resumed.start == 8
-    assert resumed.resumed()["levels"] == {"local": 2}
-    job.ended_as_undisturbed()
-
-
 def test_memory_of_a_dead_job_is_removed_by_another_after_it_lingered(
     make_job: Callable[[str], Job],
 ) -> None:

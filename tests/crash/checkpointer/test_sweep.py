@@ -1,8 +1,10 @@
-"""SIGKILL at every point of a checkpoint, and at random points: the course stays the same.
+"""SIGKILL at points of a copy, of a commit, and at random ones: the course stays the same.
 
 After each kill: the mark proves that it happened; the next run resumes no older version than
 promised (see `Life.promised`), and no version that the killed rank never sealed; and all losses, in
 every run, and the final state are those of the undisturbed job.
+
+A few real deaths; the simulator has one at each call of the system.
 """
 
 from __future__ import annotations
@@ -30,29 +32,8 @@ TRAINER_POINTS = {
     "sealed": "kill@sealed:version=12",
 }
 
-# The second commit is that of v8. Retention keeps one version here: v4 is removed when v8 is
-# complete.
-AGENT_POINTS = {
-    "agent": "kill@agent:version=8",
-    "take spare": "kill@file:op=take_spare,hit=2",
-    "open": "kill@file:op=open,hit=2",
-    "write": "kill@file:op=write,hit=2",
-    "fsync": "kill@file:op=fsync,hit=2",
-    "rename": "kill@file:op=rename,hit=3",
-    "fsync directory": "kill@file:op=fsync_directory,hit=3",
-    "open manifest": "kill@file:op=open_manifest,hit=2",
-    "write manifest": "kill@file:op=write_manifest,hit=2",
-    "fsync manifest": "kill@file:op=fsync_manifest,hit=2",
-    "rename manifest": "kill@file:op=rename,hit=4",
-    "fsync directory after manifest": "kill@file:op=fsync_directory,hit=4",
-    "unlink retired manifest": "kill@file:op=unlink,hit=1",
-    "fsync directory after unlink": "kill@file:op=fsync_directory,hit=5",
-    "rename retired to spare": "kill@file:op=rename,hit=5",
-}
-
-
 BOTH = [f"{point}-{rank}" for point in TRAINER_POINTS for rank in range(RANKS)]
-FEW = ["barrier-0", "copy middle-1", "tree-0", "sealed-1"]
+FEW = ["barrier-0", "copy middle-1"]
 
 
 @pytest.mark.parametrize("where", points(BOTH, *FEW))
@@ -73,16 +54,10 @@ def test_a_trainer_is_killed(where: str, job: Job) -> None:
     assert job.journal(rank, blocks=BLOCKS), [x for x in job.journal(rank) if "blocks" in x]
 
 
-# A few real deaths: the simulator has one at each call of the system.
-AGENT_ALONE = ["agent", "rename manifest", "rename retired to spare"]
-WITH_MACHINE = ["write", "fsync directory after manifest", "unlink retired manifest"]
-
-
-@pytest.mark.parametrize("point", points(AGENT_POINTS, *AGENT_ALONE))
-def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
-    rank = list(AGENT_POINTS).index(point) % RANKS
+def test_an_agent_is_killed_and_later_the_machine(job: Job) -> None:
+    """Before the manifest of v8 has its name, in the second commit."""
+    rank, rule = 0, "kill@file:op=rename,hit=4"
     job.settings.update(when_busy="wait", local_keep_last=1)
-    rule = AGENT_POINTS[point]
     crash = "kill@script:step=22,phase=backward"  # the boundary of v20 has waited for v16
     life = job.live({rank: rule, 1 - rank: crash})
     assert job.fired(rank, rule)
@@ -97,24 +72,7 @@ def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("point", points(AGENT_POINTS, *WITH_MACHINE))
-def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
-    rank = list(AGENT_POINTS).index(point) % RANKS
-    job.settings.update(when_busy="wait", local_keep_last=1)
-    rule = AGENT_POINTS[point]
-    life = job.start({rank: rule}, gates={"end": STEPS})
-    job.wait_fired(rank, rule)
-    job.reboot()
-    on_disk = job.both_have(lambda r: [k.id.version for k in job.on_disk(r)])
-    resumed = job.live()
-    assert resumed.resumed()["levels"] == {"local": 2}
-    assert resumed.resumed()["rejected"] == []
-    assert on_disk >= max(job.both_have(lambda r: job.committed(r, life.number)), 4)
-    assert resumed.start == on_disk
-    job.ended_as_undisturbed()
-
-
-@pytest.mark.parametrize("seed", points("012345", *"01"))
+@pytest.mark.parametrize("seed", points("012345", "0"))
 def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
     dice = random.Random(int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS)
@@ -130,7 +88,7 @@ def test_a_trainer_is_killed_somewhere_in_its_loop(seed: str, job: Job) -> None:
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("seed", points("0123", *"01"))
+@pytest.mark.parametrize("seed", points("0123", "0"))
 def test_a_trainer_is_killed_at_some_moment(seed: str, job: Job) -> None:
     dice = random.Random(100 + int(seed))
     rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS - 2)

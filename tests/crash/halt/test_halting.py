@@ -81,11 +81,10 @@ def test_a_signal_to_one_rank_ends_all_with_one_last_version(job: Job) -> None:
     both_ended_after_the_same_version(job)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, workers: int) -> None:
+def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job) -> None:
     """The loop calls should_exit(). The launcher signals process groups, with workers of
     DataLoaders, too."""
-    torchrun = start_torchrun(job, asks=True, workers=workers)
+    torchrun = start_torchrun(job, asks=True, workers=2)
     torchrun.send_signal(signal.SIGTERM)
     open_when_told(job, [0, 1])
     job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")

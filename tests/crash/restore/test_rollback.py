@@ -32,19 +32,11 @@ def messages(job: Job, life: Life, event: str = "notice") -> str:
     return "\n".join(x["message"] for x in job.journal(0, life.number, event=event))
 
 
-@pytest.mark.parametrize("by", ["setting", "command"])
-def test_the_job_goes_back_once_and_then_on_in_the_new_line(
-    by: str, job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_goes_back_once_and_then_on_in_the_new_line(job: Job) -> None:
+    """By the setting; the simulator's people use the command."""
     diverged(job)
     path = str(job.store.directory)
-    if by == "setting":
-        job.settings["rollback_to"] = 8
-    else:
-        assert run_command(["rollback", path, "8"]) == 0
-        assert "the next start goes back to v8, on all ranks" in capsys.readouterr().out
-        assert run_command(["list", path]) == 0
-        assert "the next start goes back to v8" in capsys.readouterr().out
+    job.settings["rollback_to"] = 8
     # Killed before it had a version of its own: memory and disk have newer ones of the old line.
     back = job.live({1: "kill@script:step=8,phase=begin"}, **OTHER)
     assert back.start == 8
@@ -93,6 +85,9 @@ def test_a_request_can_be_taken_back(job: Job, capsys: pytest.CaptureFixture[str
     assert run_command(["rollback", path, "--cancel"]) == 1
     assert "there is no request to go back" in capsys.readouterr().err
     assert run_command(["rollback", path, "4"]) == 0
+    assert "the next start goes back to v4, on all ranks" in capsys.readouterr().out
+    assert run_command(["list", path]) == 0
+    assert "the next start goes back to v4" in capsys.readouterr().out
     assert run_command(["rollback", path, "--cancel"]) == 0
     assert "v4 is taken back" in capsys.readouterr().out
     assert job.live({1: "kill@script:step=18,phase=begin"}).start == 18

@@ -57,7 +57,7 @@ def lose_memory(place: Place) -> None:
     Path(place.shm).mkdir()
 
 
-@pytest.mark.parametrize("harm", [damage_data, damage_manifest, remove])
+@pytest.mark.parametrize("harm", [damage_data, remove])
 def test_a_shard_fetched_for_one_disk_is_on_all_disks_with_the_next_version(
     harm: Callable[[Path], None], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.dist.checkpointer.test_repair_after_damage import damage_data
 from tests.dist.peer.test_peer_level import (
     STEPS,
@@ -54,16 +52,11 @@ def come_back_and_crash(
     return told
 
 
-@pytest.mark.parametrize(
-    ("scheme", "losses"),
-    [("xor", [(1,), (0,)]), ("partner", [(0,), (1,)]), ("rs 1+2", [(1, 2), (0, 1)])],
-)
-def test_one_failure_after_the_other(
-    scheme: str, losses: list[tuple[int, ...]], ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = place_of(tmp_path, shm_dir)
+def test_one_failure_after_the_other(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """The simulator has the other schemes, and kills within the repair."""
+    place, scheme = place_of(tmp_path, shm_dir), "rs 1+2"
     before = ranks(3).run(leave_behind, place, scheme)
-    for lost in losses:
+    for lost in ((1, 2), (0, 1)):
         lose(place, tmp_path, *lost)
         for number, told in enumerate(ranks(3).run(come_back_and_crash, place, scheme)):
             assert told["restored"] == (STEPS, {"local": 3 - len(lost), "peer": len(lost)})
@@ -80,9 +73,8 @@ def pin_and_crash(place: Place) -> None:
     attached.ckpt.abandon()
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
 def test_a_pin_is_kept_on_the_node_that_replaces_a_lost_one(
-    everywhere: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Otherwise its part of a version that the others keep would be removed."""
     place = place_of(tmp_path, shm_dir)
@@ -90,41 +82,15 @@ def test_a_pin_is_kept_on_the_node_that_replaces_a_lost_one(
     ranks(3).run(pin_and_crash, place)
     nodes = [LocalPins(path) for path in sorted(tmp_path.glob("node*/ckpts"))]
     (pin,) = nodes[0].pins()
-    assert [node.pins() for node in nodes] == [(pin,)] * 3
-    if not everywhere:  # as a user makes it
-        for node in nodes:
-            node.unpin([pin.version])
-            node.pin([pin.version])
+    assert [node.pins() for node in nodes] == [((pin.version, True),)] * 3
+    for node in nodes:  # as a user makes it
+        node.unpin([pin.version])
+        node.pin([pin.version])
     lose(place, tmp_path, 1)
-    ranks(3).run(come_back_and_crash, place, "xor")
-    assert [node.pins() for node in nodes] == [((pin.version, everywhere),)] * 3
-
-
-def come_back_and_crash_at_once(place: Place, scheme: str) -> dict[str, int]:
-    """The rebuilt shard gets to disk, and no rank receives the message."""
-    attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings(scheme))
-    found = attached.ckpt.restore()
-    attached.ckpt.wait()
-    attached.ckpt.abandon()
-    return found.levels
-
-
-@pytest.mark.parametrize("crash", [True, False], ids=["crash", "restored twice"])
-def test_an_interrupted_repair_is_taken_up_again(
-    crash: bool, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = place_of(tmp_path, shm_dir)
-    ranks(3).run(leave_behind, place, "xor")
-    lose(place, tmp_path, 1)
-    if crash:
-        there = {"local": 2, "peer": 1}
-        assert ranks(3).run(come_back_and_crash_at_once, place, "xor") == [there] * 3
-    for told in ranks(3).run(come_back_and_crash, place, "xor", times=1 if crash else 2):
-        assert told["protected"] == [STEPS]
+    for told in ranks(3).run(come_back_and_crash, place, "xor", times=2):
+        assert told["protected"] == [STEPS], "a second restore takes the repair up again"
         assert told["complaints"] == []
-    lose(place, tmp_path, 0)
-    for told in ranks(3).run(come_back_and_crash, place, "xor"):
-        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+    assert [node.pins() for node in nodes] == [((pin.version, False),)] * 3
 
 
 def test_on_fewer_ranks_a_new_version_is_protected(
@@ -144,15 +110,17 @@ def test_on_fewer_ranks_a_new_version_is_protected(
 def test_a_damaged_shard_beside_lost_parity(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """Its file still exists, but the version is complete on all disks only after the repair."""
     place = place_of(tmp_path, shm_dir)
-    ranks(3).run(leave_behind, place, "partner")
+    before = ranks(3).run(leave_behind, place, "partner")
     lose(place, tmp_path)
     (node,) = tmp_path.glob("node1/ckpts")
     (shard,) = node.glob(f"v*{STEPS}.*.safetensors")
     damage_data(shard)
     for file in node.glob(f"v*{STEPS}.*.p*"):
         file.unlink()
-    for told in ranks(3).run(come_back_and_crash, place, "partner"):
+    for number, told in enumerate(ranks(3).run(come_back_and_crash, place, "partner")):
         assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert "checksum" in told["rejected"][0]
+        assert told["digest"] == before[number]["course"][STEPS]
         assert told["protected"] == [STEPS]
     lose(place, tmp_path, 0)
     for told in ranks(3).run(come_back_and_crash, place, "partner"):

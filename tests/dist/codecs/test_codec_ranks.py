@@ -46,7 +46,7 @@ def come_back(place: Place, shared: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize(("level", "now"), [("local", 2), ("local", 3), ("persistent", 1)])
+@pytest.mark.parametrize(("level", "now"), [("local", 3), ("persistent", 1)])
 def test_shards_encoded_by_two_ranks_are_restored_by_any_number(
     level: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:

@@ -37,15 +37,6 @@ def test_another_key_on_one_rank_is_an_error_on_all(
         assert OTHER not in text
 
 
-def test_a_key_missing_on_one_rank_is_an_error_on_all(
-    own_ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for text in own_ranks([{KEY_VARIABLE: KEY}, {KEY_VARIABLE: ""}]).run(refused, place):
-        assert text.startswith("rank 1: local_codecs is 'aes-gcm'")
-        assert "has no key" in text
-
-
 def train_and_close(place: Place) -> None:
     job = make_job()
     attached = attach(job, place, **ENCRYPTED)

@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import tierckpt
 import tierckpt.coordination.agreement
-from tests.support.late_copies import copy_in_the_copier_only
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.coordination import SharedBallots, SlotHandoff
-from tierckpt.snapshot import Snapshot
+from tierckpt.coordination import SharedBallots
 
 
 def taken(attached: Attached) -> dict[str, list[int]]:
@@ -140,72 +137,15 @@ def saved_by(asker: int, place: Place) -> tuple[Any, ...]:
     return taken(attached), [p.name.split(".")[0] for p in place.shards()]
 
 
-@pytest.mark.parametrize("asker", [0, 2])
 def test_a_request_of_one_rank_is_taken_by_all_ranks(
-    asker: int, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
-    told = ranks(3).run(saved_by, asker, place)
+    told = ranks(3).run(saved_by, 2, place)
     assert told[0][0] == told[1][0] == told[2][0]
     # Requested at the boundary of version 4, taken at the next.
     assert told[0][0]["sealed"] == told[0][0]["committed"] == [5]
     assert len(place.shards()) == 3
-
-
-def saved_now(place: Place) -> tuple[Any, ...]:
-    job = make_job()
-    attached = attach(job, place, memory_every_steps=0, local_every_steps=1000)
-    train(job, attached.ckpt, range(3))
-    attached.ckpt.save(now=True)
-    durable = {p.name.split(".")[0] for p in place.shards()}
-    attached.ckpt.save(now=True)  # the same version again: no work
-    digest = job.digest()
-    train(job, attached.ckpt, range(3, 5))
-    attached.ckpt.abandon()
-
-    again = make_job(seed=2)
-    second = attach(again, place)
-    restored = second.ckpt.restore()
-    found = again.digest()
-    second.ckpt.close()
-    return durable, taken(attached), int(restored), found == digest
-
-
-def test_save_now_returns_when_the_version_is_durable(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(saved_now, Place.under(tmp_path, shm_dir))
-    for durable, what, restored, same in told:
-        assert durable == {"v0000000003"}
-        assert what["committed"] == [3]
-        assert restored == 3
-        assert same
-
-
-def saved_now_with_a_late_hand_over(place: Place) -> tuple[int, list[str]]:
-    """The copier thread seals, and hands the slot to the agent late."""
-    with pytest.MonkeyPatch.context() as patch:
-        done = SlotHandoff.done
-
-        def late(self: SlotHandoff, snapshot: Snapshot) -> None:
-            time.sleep(0.2)
-            done(self, snapshot)
-
-        patch.setattr(SlotHandoff, "done", late)
-        copy_in_the_copier_only(patch)
-        job = make_job()
-        attached = attach(job, place, memory_every_steps=0, local_every_steps=1000)
-        train(job, attached.ckpt, range(2))
-        attached.ckpt.save(now=True)
-        durable = [p.name.split(".")[0] for p in place.shards()]
-        attached.ckpt.abandon()
-    return rank(), durable
-
-
-def test_save_now_waits_for_the_hand_over_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for _, durable in ranks(2).run(saved_now_with_a_late_hand_over, place):
-        assert "v0000000002" in durable
 
 
 # --- failures of one rank ------------------------------------------------------------------------
@@ -260,60 +200,6 @@ def test_all_ranks_learn_of_a_failed_version(own_ranks: Any, tmp_path: Path, shm
     assert zero == ([(5, 2)], []) or zero == ([(3, 2)], [])
     assert one[1] == [3]
     assert one[0] == zero[0]
-
-
-def with_a_killed_agent(busy: bool, place: Place) -> dict[str, Any]:
-    """Rank 1's agent is killed: between two commits, or with one handed over to it."""
-    job = make_job()
-    node = f"node{rank()}"
-    attached = attach(job, place, local_every_steps=3, slots=3, node=node)
-    ckpt = attached.ckpt
-    train(job, ckpt, range(2))
-    ckpt.save(now=True)  # the agent is running
-    victim = ckpt._agent.pid if rank() == 1 else None
-    if busy:
-        if victim:
-            os.kill(victim, signal.SIGSTOP)
-        train(job, ckpt, range(2, 4))
-    if victim:
-        os.kill(victim, signal.SIGKILL)
-        ckpt._agent._connection._process.wait()
-    train(job, ckpt, range(4 if busy else 2, 8))
-    ckpt._agent.wait(None)
-    train(job, ckpt, range(8, 11))
-    ckpt.save(now=True)
-    durable, starts = ckpt._agreement.local.safe, ckpt._agent.starts
-    digest = job.digest()
-    ckpt.abandon()
-    again = make_job(seed=2)
-    second = attach(again, place, memory_every_steps=0, node=node)
-    restored = second.ckpt.restore()
-    same = again.digest() == digest
-    second.ckpt.close()
-    return {
-        "durable": durable.version if durable else None,
-        "starts": starts,
-        "said": [e.message for e in attached.said("agent ended")],
-        "failed": attached.versions("failed", "local"),
-        "committed": attached.versions("committed", "local"),
-        "restored": restored.version,
-        "same": same,
-    }
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_killed_agent_costs_no_checkpoint(
-    busy: bool, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    zero, one = ranks(2).run(with_a_killed_agent, busy, place)
-    assert (zero["starts"], one["starts"]) == (1, 2)
-    assert zero["said"] == []
-    assert one["said"], "loudly"
-    assert one["failed"] == []
-    assert not busy or 3 in one["committed"], "by its successor"
-    for told in (zero, one):
-        assert (told["durable"], told["restored"], told["same"]) == (11, 11, True)
 
 
 def no_thread_talks(nodes: int, place: Place) -> tuple[list[str], bool]:
@@ -372,21 +258,15 @@ def with_commits_that_fail_on_rank_one(bad: list[int], place: Place) -> dict[str
     return {"course": course, "failed": attached.versions("failed", "local")}
 
 
+@pytest.mark.parametrize(("bad", "left"), [([4, 5], [3, 6]), ([1, 2, 3, 4, 5, 6], [])])
 def test_an_incomplete_version_does_not_count_in_retention(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    bad: list[int], left: list[int], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
+    """Two versions that can be restored stay; those that never complete fill no other disk."""
     place = Place.under(tmp_path, shm_dir)
-    zero, one = ranks(2).run(with_commits_that_fail_on_rank_one, [4, 5], place)
-    assert (zero["failed"], one["failed"]) == ([], [4, 5])
-    assert kept(place, 0) == kept(place, 1) == [3, 6], "two versions that can be restored"
-
-
-def test_a_version_that_never_completes_does_not_fill_the_other_disks(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    ranks(2).run(with_commits_that_fail_on_rank_one, [1, 2, 3, 4, 5, 6], place)
-    assert kept(place, 0) == kept(place, 1) == []
+    zero, one = ranks(2).run(with_commits_that_fail_on_rank_one, bad, place)
+    assert (zero["failed"], one["failed"]) == ([], bad)
+    assert kept(place, 0) == kept(place, 1) == left
 
 
 def resume(place: Place) -> int:
@@ -414,35 +294,6 @@ def test_an_incomplete_version_of_the_previous_run_does_not_fill_them_either(
 
 
 # --- what is removed -----------------------------------------------------------------------------
-
-
-def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
-    """Kill after the step, before the boundary at which rank 0 removes the files of earlier runs.
-    Return whether the kill happened, and the versions that the next run finds."""
-    job = make_job()
-    attached = attach(job, place, local_every_seconds=0)
-    train(job, attached.ckpt, range(2))
-    job.iterate(2)
-    if rank() == 1:
-        attached.ckpt.abandon()
-    dist.barrier()
-    before = attached.ckpt._resources._is_clear
-    if rank() == 0:
-        attached.ckpt.step()
-    fired = (before, attached.ckpt._resources._is_clear) == (False, True)
-    attached.ckpt.abandon()
-    dist.barrier()
-    after = attach(make_job(seed=2), place, local_every_seconds=0)
-    version = after.ckpt.restore().version
-    after.ckpt.close()
-    return fired, version
-
-
-def test_a_rank_that_has_just_died_keeps_its_slots(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]
 
 
 # --- state without a version ---------------------------------------------------------------------

@@ -22,11 +22,12 @@ from tests.dist.peer.test_peer_level import EARLIER, STEPS, protected_at
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.agent import AgentSettings
-from tierckpt.peer import RemoteNode
+from tierckpt.coordination import peers
+from tierckpt.peer import RemoteNode, remote_reads
 from tierckpt.storage import JobDirectory, sealed_at
 
-NODES = "abcd"
-"""The job starts on three nodes; d is a spare."""
+NODES = "abc"
+SPARE = "d"
 JOB = "absent"
 LINGER_SECONDS = 600.0
 """Longer than any test."""
@@ -76,6 +77,15 @@ def place(tmp_path: Path, shm_dir: Path, agents: Agents) -> Place:
     return Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
 
 
+@contextlib.contextmanager
+def however_long_they_take() -> Iterator[None]:
+    """An agent without an answer in two seconds, as on a busy machine, would count as lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_reads, "REACH_SECONDS", LINGER_SECONDS)
+        patch.setattr(peers, "ROSTER_SECONDS", LINGER_SECONDS)
+        yield
+
+
 def forget_memory(place: Place) -> None:
     """Lose the versions that are in memory alone."""
     for slot in Path(place.shm).glob("*/*/r*"):
@@ -113,6 +123,7 @@ def leave_behind(place: Place, **more: Any) -> str:
     return exact.digest(job.replicated())
 
 
+@however_long_they_take()
 def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str, Any]:
     """Resume on these nodes; then train for several steps, and end by an exception."""
     job = make_job(seed=2)
@@ -190,30 +201,23 @@ def leave_in_memory(place: Place) -> str:
     return exact.digest(job.replicated())
 
 
-def test_also_where_too_few_are_left_for_a_scheme_that_protected_nothing_yet(
-    place: Place, ranks: Any
-) -> None:
-    before = ranks(2).run(leave_in_memory, place)
-    (told,) = ranks(1).run(come_back, place, "a")
-    assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
-    assert told["replicated"] == before[0]
-
-
 def come_back_apart(place: Place, port: int) -> dict[str, Any]:
     """The first node's agent cannot have its port."""
     return come_back(place, "ab", **({"peer_port": port} if rank() == 0 else {}))
 
 
-@pytest.mark.parametrize("left", ["a", "b"])
 def test_former_nodes_are_found_after_a_run_of_agents_that_did_not_meet(
-    left: str, place: Place, ranks: Any
+    place: Place, ranks: Any
 ) -> None:
-    """They know each other from the run before."""
-    ranks(2).run(leave_in_memory, place)
+    """They know each other from the run before. One node is too few for the scheme, which had
+    protected nothing yet."""
+    before = ranks(2).run(leave_in_memory, place)
     with socket.create_server(("127.0.0.1", 0)) as other:
         ranks(2).run(come_back_apart, place, other.getsockname()[1])
-    (told,) = ranks(1).run(come_back, place, left)
-    assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
+    for left in "ab":
+        (told,) = ranks(1).run(come_back, place, left)
+        assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
+        assert told["replicated"] == before[0]
 
 
 def test_parity_of_former_nodes_rebuilds_lost_shards(
@@ -224,15 +228,17 @@ def test_parity_of_former_nodes_rebuilds_lost_shards(
     agents.kill("b")
     shutil.rmtree(tmp_path / "b")
     forget_memory(place)
+    agents.start(SPARE)
     for told in ranks(2).run(come_back, place, "ad"):
         assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
 
 
 def test_runs_that_end_before_their_first_version_pass_former_nodes_on(
-    place: Place, ranks: Any
+    place: Place, agents: Agents, ranks: Any
 ) -> None:
     """The second run has a node that the first had not, and learns of the others from it."""
     before = ranks(3).run(leave_behind, place)
+    agents.start(SPARE)
     for nodes in ("ab", "ad", "da"):
         told = ranks(2).run(come_back, place, nodes)
         assert told[0]["restored"][0] == STEPS, nodes
@@ -249,13 +255,6 @@ def test_no_such_run_hides_the_nodes_that_another_run_met(place: Place, ranks: A
         assert [each["replicated"] for each in told] == [before[0]] * 2
 
 
-def test_former_nodes_with_dead_agents_are_lost(place: Place, agents: Agents, ranks: Any) -> None:
-    ranks(3).run(leave_behind, place)
-    agents.kill("a", "c")
-    with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, shards 0, 2 missing"):
-        ranks(1).run(come_back, place, "b")
-
-
 def test_damage_on_a_former_node_is_no_reason_for_a_fresh_start(
     place: Place, ranks: Any, tmp_path: Path
 ) -> None:
@@ -270,6 +269,7 @@ def test_damage_on_a_former_node_is_no_reason_for_a_fresh_start(
         ranks(2).run(come_back, place, "ab")
 
 
+@however_long_they_take()
 def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
     """All on b. An agent dies between its answer and the first byte of its shard."""
     job = make_job(seed=2)

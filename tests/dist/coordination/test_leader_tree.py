@@ -57,7 +57,7 @@ def voting(group: StarGroup, victim: int, after_its_vote: bool) -> tuple[list[li
     return found, ""
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("victim", [0, 2, 9])
 def test_a_killed_rank_ends_the_turns_of_all_alike(victim: int) -> None:
     """Leaders of every level of the tree, and ranks that lead nothing."""
     ended = run_star(len(HOSTS), voting, victim, False)
@@ -69,7 +69,7 @@ def test_a_killed_rank_ends_the_turns_of_all_alike(victim: int) -> None:
             assert why == f"rank {victim} was gone before it reached this boundary"
 
 
-@pytest.mark.parametrize("victim", [0, 1, 9])
+@pytest.mark.parametrize("victim", [0, 9])
 def test_after_a_vote_of_a_killed_rank_all_that_comes_is_right(victim: int) -> None:
     """Whether the last result still arrives is a matter of time; no rank has another one."""
     ended = run_star(len(HOSTS), voting, victim, True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tierckpt
-from tests.support.rank_pool import HOROVODRUN
+from tests.support.rank_pool import GLOO, HOROVODRUN
 from tests.support.training import (
     HorovodJob,
     Job,
@@ -107,20 +107,12 @@ def _skipping(place: Place, skips: tuple[int, ...], **settings: Any) -> dict[str
     return {"loud": loud, "version": restored.version, "exact": exact}
 
 
-KINDS = ["gloo", HOROVODRUN]
-
-
-def pool_of(kind: str, ranks: Any) -> Any:
-    return ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
-
-
-@pytest.mark.parametrize("nodes", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "nodes"), [(GLOO, False), (HOROVODRUN, True)])
 def test_a_rank_that_skips_alone_keeps_nobody(
     kind: str, nodes: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
-    told = pool_of(kind, ranks).run(skipping, place, ALONE, False, nodes=nodes, timeout_seconds=90)
+    told = ranks(2, kind).run(skipping, place, ALONE, False, nodes=nodes, timeout_seconds=90)
     for skips, *both in zip(ALONE, *told, strict=True):
         assert both[0]["version"] == both[1]["version"] <= FIRST, skips
         assert all(each["exact"] for each in both), skips
@@ -134,13 +126,12 @@ def test_a_rank_that_skips_alone_keeps_nobody(
             assert f"rank 0 is at v5 in iteration 5, and {who} not come to the boundary" in text
 
 
-@pytest.mark.parametrize("nodes", [False, True])
 def test_also_where_the_forward_pass_is_the_boundary(
-    nodes: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place, cases = Place.under(tmp_path, shm_dir), [(FIRST, 4)]
     told = ranks(2).run(
-        skipping, place, cases, False, nodes=nodes, boundary="forward", timeout_seconds=90
+        skipping, place, cases, False, nodes=True, boundary="forward", timeout_seconds=90
     )
     for rank_, ((each,),) in enumerate(zip(told, strict=True)):
         assert each["version"] <= FIRST
@@ -148,13 +139,13 @@ def test_also_where_the_forward_pass_is_the_boundary(
         assert bool(each["loud"]) == (rank_ == 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_skip_the_same_steps_lose_nothing(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """As a GradScaler does, and loops that accumulate gradients; also from the first step on."""
     place, cases = Place.under(tmp_path, shm_dir), [(0, 1), (FIRST, 4, 8)]
-    told = pool_of(kind, ranks).run(skipping, place, cases, True, nodes=True, timeout_seconds=90)
+    pool = ranks(2, HOROVODRUN)
+    told = pool.run(skipping, place, cases, True, nodes=True, timeout_seconds=90)
     for each in told:
         for skips, found in zip(cases, each, strict=True):
             expected = {"loud": [], "version": ITERATIONS - len(skips), "exact": True}

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,19 +17,19 @@ import pytest
 from tests.support.exported_job import wait_until
 from tests.support.horovod_here import mpi_missing
 from tests.support.thorough import points
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 
 COLUMNS, LINES = 80, 40
 
 
-def doctor(*arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
+def doctor(*arguments: str, program: Sequence[str], **environment: str) -> tuple[int, str]:
     """Exit status and standard output."""
-    program = [*launcher, sys.executable] if launcher[:1] == ("mpirun",) else [sys.executable]
-    command = [*program, *(launcher if program == [sys.executable] else ()), "-m", "tierckpt"]
+    own = {"COLUMNS": str(COLUMNS), "PYTHONUTF8": "1", **THROUGHOUT}
     done = subprocess.run(
-        [*command, "doctor", *arguments],
+        [*program, "doctor", *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "COLUMNS": str(COLUMNS), "PYTHONUTF8": "1", **environment},
+        env={**os.environ, **own, **environment},
     )
     return done.returncode, done.stdout
 
@@ -37,6 +38,7 @@ def test_everything_fits_on_one_screen(tmp_path: Path) -> None:
     """With a row for each check, and some crosses, on a terminal."""
     status, out = doctor(
         *("--path", str(tmp_path / "ckpts"), "--persistent-path", str(tmp_path / "a" / "b")),
+        program=(PYTHON, "-m", "tierckpt"),
         TIERCKPT_PTH="/x",
         FORCE_COLOR="1",
     )
@@ -93,9 +95,17 @@ def test_an_interrupted_doctor_leaves_no_process_and_no_file(
 
 
 LAUNCHERS = {
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"),
+    "torchrun": (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", PYTHON),
 }
+SCRIPT = """
+import os, runpy
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"]
+os.environ["TIERCKPT_NODE"] = f"n{rank}"
+if rank == "1":
+    os.environ["TIERCKPT_PTH"] = "/x"
+runpy.run_module("tierckpt", run_name="__main__")
+"""
 
 
 @pytest.mark.parametrize("launcher", points(LAUNCHERS, "torchrun"))
@@ -103,19 +113,10 @@ def test_nodes_of_a_launch_are_compared(launcher: str, tmp_path: Path) -> None:
     """The second rank calls itself another node, and has a wrong setting."""
     if launcher == "mpirun" and mpi_missing():
         pytest.skip(mpi_missing())
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('RANK', '')\n"
-        "if rank:\n"
-        "    os.environ['TIERCKPT_NODE'] = f'n{rank}'\n"
-        "if rank == '1':\n"
-        "    os.environ['TIERCKPT_PTH'] = '/x'\n"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    (script := tmp_path / "script.py").write_text(SCRIPT)
     (shared := tmp_path / "shared").mkdir()
     places = ("--path", str(tmp_path / "ckpts-{node}"), "--persistent-path", str(shared))
-    arguments = (*places, "--json")
-    status, out = doctor(*arguments, launcher=LAUNCHERS[launcher], PYTHONPATH=path)
+    status, out = doctor(*places, "--json", program=(*LAUNCHERS[launcher], str(script)))
     assert status
     first, second = reports = json.loads(out)
     for report in reports:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import ddp_ckpt
 import tierckpt
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Job, Place, attach, make_horovod_job, make_job, rank, sgd
-from tierckpt.core import HaltRequest
-from tierckpt.halt import controller, write_request
 
 DURABLE = {"local_every_steps": 1000}
 """Without a halt, no version would go to disk."""
@@ -167,32 +162,6 @@ def test_a_script_that_cannot_be_touched_is_ended_too(
 
 
 # --- a request -----------------------------------------------------------------------------------
-
-
-def requested(place: Place) -> tuple[int, list[int]]:
-    """Rank 1 writes the request while the job runs; rank 0, its node's first, reads it on its
-    thread."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "LOOK_SECONDS", 0.01)
-        os.makedirs(place.path, exist_ok=True)
-        job = make_job()
-        attached = attach(job, place, **DURABLE)
-        deadline = time.monotonic() + 120
-        while not attached.ckpt.should_exit():
-            assert time.monotonic() < deadline, "no rank saw the request"
-            job.iterate(attached.ckpt.iteration)
-            attached.ckpt.step()
-            if attached.ckpt.iteration == 2 and rank() == 1:
-                write_request(place.path, HaltRequest(after_version=1))
-        attached.ckpt.close()
-    return attached.ckpt.version, attached.versions("committed", "local")
-
-
-def test_a_request_in_the_directory_ends_the_job(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    zero, one = ranks(2).run(requested, Place.under(tmp_path, shm_dir))
-    assert zero == one
-    assert zero[1] == [zero[0]], "one version, taken where all learned of it"
-    assert zero[0] >= 3, "no sooner than one boundary behind the request"
 
 
 # --- nodes that are not well ---------------------------------------------------------------------

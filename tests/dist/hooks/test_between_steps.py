@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support import exact
-from tests.support.rank_pool import HOROVODRUN
+from tests.support.rank_pool import GLOO, HOROVODRUN
 from tests.support.training import (
     Job,
     Net,
@@ -28,7 +28,6 @@ from tierckpt.errors import ConfigError
 from tierckpt.snapshot import Phase
 
 STEPS = 6
-WAYS = pytest.mark.parametrize("kind", ["ddp", HOROVODRUN])
 
 
 def job_here(**options: Any) -> Job:
@@ -57,12 +56,11 @@ def evaluated(place: Place) -> dict[str, Any]:
     return told
 
 
-@WAYS
+@pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
 def test_a_version_is_sealed_on_all_ranks_while_they_evaluate(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
-    for told in pool.run(evaluated, Place.under(tmp_path, shm_dir)):
+    for told in ranks(2, kind).run(evaluated, Place.under(tmp_path, shm_dir)):
         assert told == {"sealed": True, "barrier": 0.0, "restored": True, "goes on": True}
 
 
@@ -101,12 +99,10 @@ def renormed(place: Place) -> dict[str, Any]:
     return {**told, "digests": {name: exact.digest(each) for name, each in replicated.items()}}
 
 
-@WAYS
 def test_weights_that_the_forward_pass_scales_come_back_on_each_rank_as_they_were_there(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
-    first, second = pool.run(renormed, Place.under(tmp_path, shm_dir))
+    first, second = ranks(2).run(renormed, Place.under(tmp_path, shm_dir))
     for told in (first, second):
         assert told["complaints"] == []
         assert told["version"] == STEPS
@@ -141,12 +137,11 @@ def normalised(setting: str, place: Place) -> dict[str, Any]:
     return through_a_crash(lambda seed: make(seed=seed), place, STEPS, STEPS + 1, **settings)
 
 
-@WAYS
 def test_weights_that_the_forward_pass_normalises_are_taken_where_they_are_named(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
-    for told in pool.run(normalised, "first.weight, sec*.weight", Place.under(tmp_path, shm_dir)):
+    place, pool = Place.under(tmp_path, shm_dir), ranks(2, HOROVODRUN)
+    for told in pool.run(normalised, "first.weight, sec*.weight", place):
         assert told["failed"] == []
         assert told["restored"][0] == STEPS
         assert told["course"] == told["plain"]

@@ -84,46 +84,6 @@ def test_a_wrapped_optimizer_stays_itself_and_resumes(
         assert told["same"]
 
 
-def with_scheduler_and_scaler(place: Place) -> dict[str, Any]:
-    job, optimizer, ckpt = wrapped(place)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    ckpt.register("scheduler", scheduler)
-    ckpt.register("scaler", scaler)
-    rates = []
-    for iteration in range(6):
-        optimizer.zero_grad()
-        scaler.scale(job.loss(iteration)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        rates.append((scheduler.get_last_lr(), scaler.get_scale()))
-    ckpt.abandon()
-    job = make_job(optimizer=sgd, seed=2)
-    optimizer = job.optimizer
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
-    ddp_ckpt.wrap(
-        optimizer,
-        job.model,
-        path=place.path,
-        shm_dir=place.shm,
-        extra={"scheduler": scheduler, "scaler": scaler},
-        close_at_exit=False,
-        **SETTINGS,
-    )
-    version = optimizer.checkpointer.restored.version
-    optimizer.checkpointer.abandon()
-    now = (scheduler.get_last_lr(), scaler.get_scale())
-    return {"version": version, "same": now == rates[version - 1], "rate": now[0]}
-
-
-def test_schedulers_and_scalers_do_not_notice(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    for told in ranks(2).run(with_scheduler_and_scaler, Place.under(tmp_path, shm_dir)):
-        assert told["version"] == 5
-        assert told["same"]
-
-
 def forwards_that_are_no_boundary(place: Place) -> list[int]:
     """Evaluation passes, passes without gradients, and micro-batches of an accumulation."""
     job, optimizer, ckpt = wrapped(place)
@@ -188,15 +148,12 @@ def several_wrapped(kind: str, place: Place, seed: int, iterations: int) -> dict
     return told
 
 
-@pytest.mark.parametrize("kind", ["dict", "list"])
-def test_several_optimizers_are_wrapped_at_once(
-    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
+def test_several_optimizers_are_wrapped_at_once(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     run, place = ranks(2).run, Place.under(tmp_path, shm_dir)
     elsewhere = Place(f"{place.path} undisturbed", place.shm)
-    expected = run(several_wrapped, kind, elsewhere, 1, 6)
-    first = run(several_wrapped, kind, place, 1, 4)
-    second = run(several_wrapped, kind, place, 2, 6)
+    expected = run(several_wrapped, "list", elsewhere, 1, 6)
+    first = run(several_wrapped, "dict", place, 1, 4)
+    second = run(several_wrapped, "dict", place, 2, 6)
     for whole, before, after in zip(expected, first, second, strict=True):
         assert (before["same object"], before["one checkpointer"]) == (True, True)
         assert after["restored"] == 3
@@ -264,8 +221,6 @@ for step in range(start, steps):
 torch.save((start, model.module.state_dict()), f"{results}.{rank}")
 if end == "fail":
     raise KeyError("after the loop")
-if end == "destroy":
-    dist.destroy_process_group()
 """
 
 
@@ -311,9 +266,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_script(folder, Path(os.environ["TIERCKPT_SHM_DIR"]), "whole", 8, "")
 
 
-@pytest.mark.parametrize(
-    ("end", "resumes_at"), [("", 6), ("destroy", 5), ("fail", 5)], ids=["end", "destroy", "fail"]
-)
+@pytest.mark.parametrize(("end", "resumes_at"), [("", 6), ("fail", 5)], ids=["end", "fail"])
 def test_a_script_with_one_more_line_resumes(
     end: str, resumes_at: int, uninterrupted: list[Any], tmp_path: Path, shm_dir: Path
 ) -> None:

@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.net_nodes import network_fixture
 from tests.support.warm_python.servers import PYTHON
 from tierckpt.testing import Network
@@ -100,30 +98,19 @@ def test_agents_listen_at_the_interface_and_the_port_that_are_set(
     port = 17171
     told = attached(network, tmp_path, shm_dir, ["net0", network.address(1)], port)
     for node, (ready, errors, listening) in enumerate(told):
-        assert ready, errors
+        assert (ready, errors) == (True, "")
         found = [host for host, p in listening if p in (port, 0)]
         assert found == [network.address(node)] * 2, "the agent, and the rank's copy of a journal"
 
 
-@pytest.mark.parametrize(
-    ("interfaces", "wrong"),
-    [
-        (["net0", "net0"], None),
-        (["net0", "lo"], "rank 1's agent would listen on 127.0.0.1, where other machines"),
-        (["0.0.0.0", "net0"], "rank 0: 0.0.0.0 stands for all addresses"),
-    ],
-)
 def test_an_address_that_cannot_work_is_named_on_all_ranks(
-    interfaces: list[str], wrong: str | None, network: Network, tmp_path: Path, shm_dir: Path
+    network: Network, tmp_path: Path, shm_dir: Path
 ) -> None:
     """The nodes share a machine, so its boot and its name, but not their loopbacks."""
-    for ready, errors, _ in attached(network, tmp_path, shm_dir, interfaces):
-        assert ready == (wrong is None), errors
-        if wrong is None:
-            assert errors == ""
-        else:
-            assert wrong in errors
-            assert "set peer_interface" in errors
+    for ready, errors, _ in attached(network, tmp_path, shm_dir, ["net0", "lo"]):
+        assert not ready
+        assert "rank 1's agent would listen on 127.0.0.1, where other machines" in errors
+        assert "set peer_interface" in errors
 
 
 def test_an_interface_with_ipv6_alone_has_an_address(network: Network) -> None:

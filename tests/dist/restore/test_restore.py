@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import tierckpt
@@ -24,6 +23,7 @@ from tests.support.training import (
     crash_after,
     make_job,
     rank,
+    restored_into,
     train,
     working_in,
 )
@@ -86,8 +86,7 @@ def take_up(place: Place) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
-@pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 1), (1, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "now", "local"), [(3, 2, False), (2, 2, True), (2, 3, True)])
 def test_any_number_of_ranks_can_continue(
     before: int, now: int, local: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
@@ -154,7 +153,7 @@ def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
         return told
 
 
-@pytest.mark.parametrize("hosts", [[0, 1], [1, 0], [2, 1, 0]], ids=str)
+@pytest.mark.parametrize("hosts", [[0, 1], [2, 1, 0]], ids=str)
 def test_machines_that_share_nothing_send_each_other_their_shards(
     hosts: list[int], ranks: Any, tmp_path: Path
 ) -> None:
@@ -167,17 +166,6 @@ def test_machines_that_share_nothing_send_each_other_their_shards(
     assert len({t["replicated"] for t in told}) == 1
     if hosts == [0, 1]:
         assert [t["complaints"] for t in told] == [[], []]
-
-
-def test_a_machine_that_was_rebooted_has_its_disk(ranks: Any, tmp_path: Path) -> None:
-    """Version 3 was in memory only; version 2 is complete: on disk there, anywhere here."""
-    left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
-    # Its agent may be about to end, and remove its own files at this moment.
-    shutil.rmtree(tmp_path / "host1" / "memory", ignore_errors=True)
-    for number, told in enumerate(ranks(2).run(on_hosts, tmp_path, [0, 1], False)):
-        assert told["restored"][0] == 2
-        assert told["restored"][1]["local"] >= 1
-        assert told["digest"] == left[number]["course"][2]
 
 
 def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Path) -> None:
@@ -217,28 +205,13 @@ def leave_versions_on_disk(place: Place) -> dict[int, str]:
     return course
 
 
-def restore_what_is_sound(place: Place, version: int | None = None) -> dict[str, Any]:
+def restore_what_is_sound(place: Place) -> dict[str, Any]:
     job = make_job(seed=2)
-    untouched = job.digest()
     attached = attach(job, place)
-    try:
-        restored = attached.ckpt.restore(version)
-    except tierckpt.TierckptError as error:
-        return {"error": f"{type(error).__name__}: {error}", "same": job.digest() == untouched}
-    finally:
-        attached.ckpt.abandon()
-    return {
-        "restored": (restored.version, restored.levels),
-        "digest": job.digest(),
-        "rejected": restored.rejected,
-        "loud": len([e for e in attached.events if e.severity >= 40]),
-    }
-
-
-def flip_a_bit(file: Path, at: float) -> None:
-    data = bytearray(file.read_bytes())
-    data[int(at * len(data))] ^= 16
-    file.write_bytes(data)
+    told = restored_into(job, attached)
+    attached.ckpt.abandon()
+    told["loud"] = len([e for e in attached.events if e.severity >= 40])
+    return told
 
 
 def shard_of(place: Place, version: int, number: int) -> Path:
@@ -246,25 +219,8 @@ def shard_of(place: Place, version: int, number: int) -> Path:
     return file
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("at", [0.01, 0.5, 0.999])
-def test_a_damaged_shard_takes_all_ranks_to_the_version_before(
-    number: int, at: float, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    left = ranks(2).run(leave_versions_on_disk, place)
-    shutil.rmtree(next(shm_dir.iterdir()))
-    flip_a_bit(shard_of(place, 3, number), at)
-    told = ranks(2).run(restore_what_is_sound, place)
-    for each, course in zip(told, left, strict=True):
-        assert each["restored"] == (2, {"local": 2})
-        assert each["digest"] == course[2]
-        (text,) = each["rejected"]
-        assert f"v3 shard {number} of 2" in text
-    assert [t["loud"] for t in told] == [1, 0]
-
-
 def test_truncated_here_and_missing_there(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """One damaged shard, or a lost one, is in the golden directories."""
     place = Place.under(tmp_path, shm_dir)
     left = ranks(2).run(leave_versions_on_disk, place)
     shutil.rmtree(next(shm_dir.iterdir()))
@@ -272,33 +228,11 @@ def test_truncated_here_and_missing_there(ranks: Any, tmp_path: Path, shm_dir: P
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size // 2)
     shard_of(place, 2, 1).unlink()
-    for told, course in zip(ranks(2).run(restore_what_is_sound, place), left, strict=True):
-        assert told["restored"] == (1, {"local": 2})
-        assert told["digest"] == course[1]
-        assert len(told["rejected"]) == 2
-
-
-def test_a_damaged_slot_is_replaced_by_the_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    left = ranks(2).run(leave_versions_on_disk, place)
-    for slot in place.segments():
-        if slot.name.startswith("r00001."):
-            flip_a_bit(slot, 0.6)
-    for told, course in zip(ranks(2).run(restore_what_is_sound, place), left, strict=True):
-        assert told["restored"] == (3, {"memory": 1, "local": 1})
-        assert told["digest"] == course[3]
-
-
-def test_a_missing_version_asked_for_is_an_error_on_all_ranks(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    left = ranks(2).run(leave_versions_on_disk, place)
-    for told in ranks(2).run(restore_what_is_sound, place, 7):
-        assert told["error"].startswith("RestoreError")
-        assert told["same"]
-    for told, course in zip(ranks(2).run(restore_what_is_sound, place, 1), left, strict=True):
-        assert (told["restored"][0], told["digest"]) == (1, course[1])
+    told = ranks(2).run(restore_what_is_sound, place)
+    for each, course in zip(told, left, strict=True):
+        assert each["restored"] == (1, {"local": 2})
+        assert each["digest"] == course[1]
+        assert len(each["rejected"]) == 2
 
 
 # --- mismatches ----------------------------------------------------------------------------------
@@ -306,11 +240,7 @@ def test_a_missing_version_asked_for_is_an_error_on_all_ranks(
 
 def restore_into_another(what: str, place: Place) -> tuple[str, bool, list[str]]:
     crash_after(job := make_job(), attach(job, place), 3)
-    nets = {"another layer": partial(Net, layers=5), "a branch": partial(Net, branch=True)}
-    optimizers = {"another optimizer": torch.optim.SGD}
-    job = make_job(
-        net=nets.get(what, Net), optimizer=optimizers.get(what, torch.optim.Adam), seed=2
-    )
+    job = make_job(net=partial(Net, layers=5) if what == "another layer" else Net, seed=2)
     position = Position()
     given_here = {"position": position} if what == "an extra on rank 1" and rank() == 1 else {}
     attached = attach(job, place, extra_per_rank=given_here)
@@ -357,12 +287,7 @@ def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(
 
 @pytest.mark.parametrize(
     ("what", "named"),
-    [
-        ("another layer", "model/body.12.weight"),
-        ("a branch", "model/branch.weight"),
-        ("another optimizer", "was a Adam, now it is a SGD"),
-        ("an extra on rank 1", "position"),
-    ],
+    [("another layer", "model/body.12.weight"), ("an extra on rank 1", "position")],
 )
 def test_another_structure_is_an_error_on_all_ranks(
     what: str, named: str, ranks: Any, tmp_path: Path, shm_dir: Path
@@ -380,35 +305,3 @@ def test_another_structure_is_an_error_on_all_ranks(
 
 
 # --- going back ----------------------------------------------------------------------------------
-
-
-def go_back_and_on(place: Place) -> tuple[Any, ...]:
-    """A loss that exploded: back to version 2 in the same process, and on from there."""
-    job = make_job()
-    attached = attach(job, place, local_every_steps=1000, local_keep_last=9)
-    course = {}
-    for version in range(1, 5):
-        course.update(train(job, attached.ckpt, range(version - 1, version)))
-        attached.ckpt.save(now=True)
-    job.iterate(4)
-    restored = attached.ckpt.restore(version=2)
-    found = job.digest()
-    again = train(job, attached.ckpt, range(restored, 4))
-    attached.ckpt.save(now=True)
-    attached.ckpt.abandon()
-    job = make_job(seed=2)
-    second = attach(job, place)
-    newest = second.ckpt.restore()
-    end = job.digest()
-    second.ckpt.close()
-    return course, found, again, newest.version, end
-
-
-def test_a_job_can_go_back_and_take_the_way_again(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    told = ranks(2).run(go_back_and_on, Place.under(tmp_path, shm_dir))
-    for course, found, again, newest, end in told:
-        assert found == course[2]
-        assert again == {3: course[3], 4: course[4]}
-        assert (newest, end) == (4, course[4])

@@ -59,17 +59,6 @@ if __name__ == "__main__":
         with mp.get_context(method).Pool(1) as pool:
             print(method, pool.map(work, [Point(3)]))
 """,
-    "loader": """
-import torch
-from torch.utils.data import DataLoader, Dataset
-class Squares(Dataset):
-    def __len__(self): return 8
-    def __getitem__(self, i): return torch.tensor(i * i)
-if __name__ == "__main__":
-    for method in ("fork", "spawn"):
-        loader = DataLoader(Squares(), 4, num_workers=1, multiprocessing_context=method)
-        print([batch.tolist() for batch in loader])
-""",
     "signals": """
 import signal, sys
 print({s.name: str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD,
@@ -81,7 +70,7 @@ import os, torch
 print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized(), torch.get_num_threads())
 """,
 }
-NOT_WARM = ("processes", "loader", "interrupt")
+NOT_WARM = ("processes", "interrupt")
 """Scripts that the tests' own fork server would run in another way."""
 INPUT = {"stdin": "one\ntwo\n", "debugger": "p x\nx = 7\nc\n"}
 

@@ -114,15 +114,3 @@ def test_a_lost_shim_leaves_the_job_to_the_launcher(step: Callable[..., Step]) -
     assert "the shim of rank 1 has ended. The launcher takes over" in err
     assert "attempt 2" not in err
     assert "done" not in out
-
-
-def test_without_a_place_to_meet_scripts_run_alone(step: Callable[..., Step]) -> None:
-    job = step(14, SLURM_STEP_NUM_NODES="2")
-    for rank in range(2):
-        assert job.ready(rank)[0] == 1
-    for task in job.tasks:
-        assert task.stdin is not None
-        print(file=task.stdin, flush=True)
-    outputs = [task.communicate(timeout=60) for task in job.tasks]
-    assert [out for out, _ in outputs] == ["done\n", "done\n"]
-    assert "cannot find each other" in outputs[0][1]

@@ -108,8 +108,15 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
-@pytest.mark.parametrize("to_all", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        (signal.SIGUSR1, True),
+        (signal.SIGTERM, False),
+        (signal.SIGHUP, True),
+        (signal.SIGINT, False),
+    ],
+)
 def test_a_signal_comes_once(
     number: signal.Signals, to_all: bool, start: Callable[..., Shim]
 ) -> None:
@@ -139,10 +146,12 @@ def test_a_signal_to_every_process_comes_once(start: Callable[..., Shim]) -> Non
     assert shim.rest("0\n") == ("read 0\n", "", 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [(signal.SIGTERM, True), (signal.SIGHUP, False), (signal.SIGUSR1, True)],
+)
 def test_a_script_that_a_signal_ends_is_not_started_again(
-    to_all: bool, number: signal.Signals, start: Callable[..., Shim]
+    number: signal.Signals, to_all: bool, start: Callable[..., Shim]
 ) -> None:
     options = ("--max-restarts", "0") if number == signal.SIGUSR1 else ()
     shim = start(PLAIN, *options)

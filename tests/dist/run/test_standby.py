@@ -114,19 +114,15 @@ def test_all_ranks_of_a_node_are_replaced_together(job: RestartJob, start: Start
 
 
 def test_a_spare_of_another_program_or_user_is_refused(job: RestartJob, start: Start) -> None:
-    """The other user has another key."""
+    """The other user has another key. One that waits ends by a signal."""
     start("a", 0), start("b", 1)
+    waiting = start("e")
+    wait_for_spares(job, 1)
     spare, stranger = start("c", script="other.py"), start("d", cache="theirs")
     assert spare.wait(60) == 2
     assert "runs another program: this spare ends" in log(job)
     assert stranger.wait(60) == 1
     assert "a process at 127.0.0.1 was refused: it does not know the key of this job" in log(job)
     assert "rank 0's shim refuses this process" in log(job)
-
-
-def test_a_waiting_spare_ends_by_a_signal(job: RestartJob, start: Start) -> None:
-    start("a", 0), start("b", 1)
-    spare = start("c")
-    wait_for_spares(job, 1)
-    spare.terminate()
-    assert spare.wait(60) == -signal.SIGTERM
+    waiting.terminate()
+    assert waiting.wait(60) == -signal.SIGTERM

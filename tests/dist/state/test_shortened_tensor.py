@@ -101,8 +101,7 @@ def restored(path: Path, shm: Path, versions: list[int]) -> dict[int, Weights]:
     return found
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
-@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize(("more", "late"), [(2, 0), (0, 1), (0, 2)])
 def test_all_ranks_have_the_new_layout_at_one_version(
     more: int, late: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:

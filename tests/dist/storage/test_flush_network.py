@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.flush_processes import name_of
-from tests.support.net_nodes import NodeProcess, narrowed, network_or_skip
+from tests.support.net_nodes import NodeProcess, network_or_skip
 from tests.support.s3_server import KEY, SECRET, rclone, serving
 from tierckpt.format import ShardKey
 from tierckpt.storage.persistent import PersistentStore
@@ -24,7 +24,6 @@ NODES, VICTIM = 3, 1
 PAGES = 5120
 """20 MiB: two parts."""
 IN_MID_UPLOAD = "stop@file:op=put,hit=2"
-SLOW_BYTES_PER_SECOND = 4e6
 PART, WHOLE = {"committed": False, "reused_bytes": 0}, {"committed": True, "reused_bytes": 0}
 
 
@@ -126,12 +125,3 @@ def test_a_node_that_loses_power_leaves_no_version_and_its_successor_completes_i
     site.check(1)
     site.nodes[0].tell(1)
     assert site.nodes[0].heard()["reused_bytes"] == 4096 * PAGES, "what is there is not sent again"
-
-
-def test_a_slow_node_makes_the_version_late_and_nothing_else(site: Site) -> None:
-    site.start_and_stop()
-    with narrowed(site.network, VICTIM, SLOW_BYTES_PER_SECOND):
-        site.nodes[VICTIM].resume()
-        said = [node.heard() for node in site.nodes]
-    assert [each["committed"] for each in said].count(True) == 1, "whoever is last completes it"
-    site.check(1)

@@ -34,7 +34,6 @@ import tierckpt
 from tests.support import exact
 from tests.support.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import _faults
-from tierckpt.agent import connection_states
 from tierckpt.checkpointer import Restart
 from tierckpt.coordination import job_history
 from tierckpt.restore import Loader, verification
@@ -204,9 +203,7 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     _faults._rules = _faults.parse(os.environ[_faults.FAULTS_VARIABLE])
     for what, (owner, name) in CALLS.items():
         setattr(owner, name, announced(what, getattr(owner, name)))
-    tell_refusals(journal, scenario.unprotected)
-    if scenario.patient:
-        connection_states.ANSWER_SECONDS = 1e6
+    tell_refusals(journal)
     if scenario.late_release:
         # As on CUDA: a rank ahead asks for its next slot as early as it can.
         snapshot.Snapshot.starts_at_once = True
@@ -226,13 +223,13 @@ def announced(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def tell_refusals(journal: Journal, unprotected: bool) -> None:
-    """Record the moments at which no slot may be overwritten yet; or let any be overwritten."""
+def tell_refusals(journal: Journal) -> None:
+    """Record the moments at which no slot may be overwritten yet."""
     choose = SlotPool.choose
 
     def telling(self: SlotPool, protected: set[Any], *args: Any) -> Any:
         try:
-            return choose(self, set() if unprotected else protected, *args)
+            return choose(self, protected, *args)
         except NoSlotError:
             journal.write(refused=max((i.version for i in protected), default=-1))
             raise

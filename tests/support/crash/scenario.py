@@ -32,10 +32,6 @@ class Scenario:
     """Weight decay, set after the restore, so that this run computes something else."""
     gates: dict[str, int] = field(default_factory=dict)
     """Step by name: before it, all ranks wait for the file of that name in `folder`."""
-    unprotected: bool = False
-    """Break the protection of slots, to prove that a test would notice."""
-    patient: bool = False
-    """However slow the machine is, take no other agent in place of one that does not answer."""
     late_release: dict[str, int] = field(default_factory=dict)
     """Version by rank: its layers are all released at the barrier, not before."""
 
