@@ -31,6 +31,13 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def inline_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that do not say otherwise need no process for their agent: a start takes half a
+    second."""
+    monkeypatch.setenv("TIERCKPT_AGENT", "inline")
+
+
+@pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Folder of its checkpoints."""
     return tmp_path / "ckpts"

@@ -35,7 +35,6 @@ class Limit:
 
 AGENT_ANSWERS = Limit(connection_states, "ANSWER_SECONDS")
 AGENT_JOINS = Limit(connection_states, "JOIN_SECONDS")
-AGENT_STARTS = Limit(connection_states, "START_SECONDS")
 AGENTS_TRIED = Limit(connection_states, "MAX_AGENTS")
 LOOKS_FOR_ANSWERS = Limit(client, "LOOK_SECONDS")
 """Seconds between a trainer's looks at its agent, when it waits for it."""
@@ -52,4 +51,3 @@ CLAIM_HERE = Limit(claims, "HERE_SECONDS")
 CLAIM_ELSEWHERE = Limit(claims, "ELSEWHERE_SECONDS")
 SLOT_LATE = Limit(slot_pool, "LATE_SECONDS")
 SLOT_TAKEN = Limit(slot_pool, "TAKEN_SECONDS")
-SLOT_KEPT = Limit(slot_pool, "KEPT_SECONDS")

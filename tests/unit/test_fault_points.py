@@ -15,7 +15,7 @@ from tests.dist.interchange.test_interrupted import EXPORT_KILLS
 from tests.store.lineage.test_fork_kills import FORK_KILLS
 from tests.store.storage.test_persistent_fsspec import FSSPEC_KILLS
 from tests.store.storage.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
-from tests.store.storage.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
+from tests.store.storage.test_persistent_s3 import UPLOAD_KILLS
 from tests.unit.storage.test_health import POINTS as HEALTH_POINTS
 from tierckpt import _faults
 
@@ -33,9 +33,7 @@ CHECKPOINT = [*TRAINER_POINTS.values(), *AGENT_POINTS.values()]
 SWEEPS = {
     "storage/health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
-    "storage/persistent/object_stores.py": of_files(
-        [*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS, *FSSPEC_KILLS]
-    ),
+    "storage/persistent/object_stores.py": of_files([*UPLOAD_KILLS, *FSSPEC_KILLS]),
     "storage/persistent/backends.py": of_files(
         [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
     ),

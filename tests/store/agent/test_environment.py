@@ -26,7 +26,6 @@ from tierckpt import _children
 from tierckpt.agent import (
     AgentAddress,
     AgentClient,
-    AgentFiles,
     AgentSettings,
     Commit,
     FlushOrder,
@@ -114,22 +113,17 @@ def agents() -> Iterator[list[int]]:
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("modules", ["aes-gcm", ""])
 def test_a_restart_writes_with_its_own_key(
-    modules: str,
     tmp_path: Path,
     shm_dir: Path,
     agents: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not with that of the killed run, which had another key or none, while its agent still
-    runs."""
+    """Not with that of the killed run, which had another key, while its agent still runs."""
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    if modules:
-        monkeypatch.setenv(KEY_VARIABLE, KEY)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
     ckpts = tmp_path / "ckpts"
-    killed = python(JOB, ckpts, shm_dir, STEPS, modules, warm=True)
+    killed = python(JOB, ckpts, shm_dir, STEPS, "aes-gcm", warm=True)
     pid, agent = map(int, killed.stdout.readline().split())
     agents.append(agent)
     os.kill(pid, signal.SIGKILL)
@@ -252,18 +246,8 @@ def meet(client: AgentClient, known_nodes: KnownNodes) -> ListenSettings:
     return where
 
 
-@pytest.fixture(params=["find", "start"])
-def come(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`come(client, first)`: as at attach, or at the start of a run."""
-
-    def do(client: AgentClient, first: bool = True) -> None:
-        getattr(client, request.param)(first)
-
-    return do
-
-
 def test_an_agents_peers_and_port_pass_to_its_successor(
-    come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """The node's first rank gets the roster, even if another one came before."""
     ranks = (0, 1)
@@ -272,49 +256,14 @@ def test_an_agents_peers_and_port_pass_to_its_successor(
     known_nodes = known(*["node" * 9] * 1000)
     where = meet(zombie, known_nodes)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    come(second, first=False)
+    second.start(first=False)
     until(lambda: second.poll())
-    come(first)
+    first.start()
     assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
     heard = first.listen(replace(where, secret="two"), PATIENCE_SECONDS)
     assert port_of(heard) == where.port
     agents.append(first.pid or 0)
     assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
-    for client in (first, second, zombie):
-        client.close()
-
-
-def test_the_first_rank_receives_the_known_peers_also_where_another_one_overtook_it(
-    come: Any,
-    old: Any,
-    shm_dir: Path,
-    tmp_path: Path,
-    agents: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The other rank came between its connection and its first message."""
-    ranks = (0, 1)
-    zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
-    reach(zombie)
-    known_nodes = known("node")
-    meet(zombie, known_nodes)
-    second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    connect = AgentFiles.connect
-    told_second = list[bool]()
-
-    def overtaken(place: AgentFiles) -> socket.socket | None:
-        channel = connect(place)
-        if not told_second:
-            told_second.append(True)
-            come(second, first=False)
-            until(second.poll)
-        return channel
-
-    monkeypatch.setattr(AgentFiles, "connect", overtaken)
-    come(first)
-    assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
-    agents.append(reach(first))
-    assert first.starts == 1
     for client in (first, second, zombie):
         client.close()
 
@@ -330,7 +279,7 @@ def is_found(where: ListenSettings) -> bool:
 
 
 def test_the_run_after_the_next_receives_the_peers_and_finds_them_at_their_addresses(
-    come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """The next run ended before its agents had met, or started to meet. The agent of that run
     informs the one after it, whatever environment it has; and nodes that know the first agent
@@ -342,7 +291,7 @@ def test_the_run_after_the_next_receives_the_peers_and_finds_them_at_their_addre
     lives = []
     for what, secret in (("second", "two"), ("third", ""), ("third", "three")):
         lives.append(client_of(shm_dir, tmp_path, 0, what, (0,)))
-        come(lives[-1])
+        lives[-1].find()
         assert lives[-1].known_nodes(PATIENCE_SECONDS) == known_nodes
         until(lambda: is_found(where))
         agents.append(reach(lives[-1]))
@@ -352,28 +301,6 @@ def test_the_run_after_the_next_receives_the_peers_and_finds_them_at_their_addre
             assert is_found(where)
     assert len({*agents}) == 3
     for client in (first, *lives):
-        client.close()
-
-
-def test_also_where_the_next_one_ended_at_once(
-    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
-) -> None:
-    """A run with a refused restore: no other agent has the data yet that it received from the
-    agent that shut down for it."""
-    first = client_of(shm_dir, tmp_path, 0, "old", (0,))
-    reach(first)
-    known_nodes = known("node")
-    where = meet(first, known_nodes)
-    refused, after = (client_of(shm_dir, tmp_path, 0, "new", (0,)) for _ in range(2))
-    refused.find()
-    assert refused.known_nodes(PATIENCE_SECONDS) == known_nodes
-    refused.close(PATIENCE_SECONDS, abandoned=True)
-    assert is_found(where)
-    after.find()
-    assert after.known_nodes(PATIENCE_SECONDS) == known_nodes
-    agents.append(reach(after))
-    assert (refused.starts, after.starts) == (1, 0)
-    for client in (first, after):
         client.close()
 
 
@@ -501,40 +428,6 @@ def test_flushes_that_it_gives_up_are_named(
         client.close()
 
 
-def test_peers_that_were_unknown_during_a_commit_pass_on_too(
-    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, resume = threading.Event(), threading.Event()
-
-    def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
-        started.set()
-        assert resume.wait(PATIENCE_SECONDS)
-
-    monkeypatch.setattr(TrainerSession, "_commit", commit)
-    shared = str(tmp_path / "shared")
-    before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
-    serving = serve_here(before.settings, "old", monkeypatch)
-    assert reach(before) == os.getpid()
-    before._connection.send(Commit(KEY_OF_ONE, "one"))
-    for version in (2, 4):
-        facts = facts_of(VersionId(1, version), 2)
-        before.flush(FlushOrder(before.session.directory, (0,), facts, 1000, "here"))
-    before.retire(None, ((1, 0),))
-    assert started.wait(PATIENCE_SECONDS)
-    new.start()
-    heard = list[Problem]()
-    until(lambda: heard or heard.extend(problems(new)))
-    resume.set()
-    serving.join(PATIENCE_SECONDS)
-    agents.append(reach(new))
-    (said,) = heard
-    assert said.severity == logging.WARNING
-    assert said.error.endswith("gives up these flushes: v2, v4")
-    assert not (tmp_path / "shared").exists()
-    for client in (before, new):
-        client.close()
-
-
 def test_without_an_agent_waiting_work_fails_and_it_is_reported_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -648,23 +541,21 @@ print([e.text() for e in job.events if e.severity >= 30])
 """
 
 
-@pytest.mark.parametrize("where", ["the script's folder", "one that the script names"])
 def test_the_agent_finds_the_modules_that_the_script_finds(
-    where: str, warm_python: None, tmp_path: Path, shm_dir: Path
+    warm_python: None, tmp_path: Path, shm_dir: Path
 ) -> None:
     """They do not replace modules of the standard library, which the script imported before."""
     (tmp_path / "script").mkdir()
     script = tmp_path / "script" / "train.py"
     script.write_text(SCRIPT)
-    folder = script.parent if where == "the script's folder" else tmp_path / "modules"
+    folder = tmp_path / "modules"
     info = folder / "mine-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[tierckpt.codecs]\nmine = mine:Mine\n")
     (folder / "mine.py").write_text(MINE)
-    if folder != script.parent:
-        (folder / "colorsys.py").write_text("raise ImportError('not the library')")
-        (folder / "csv.py").write_text("raise ImportError('not the library')")
+    (folder / "colorsys.py").write_text("raise ImportError('not the library')")
+    (folder / "csv.py").write_text("raise ImportError('not the library')")
     command = [PYTHON, str(script), str(folder.relative_to(tmp_path)), str(shm_dir)]
     ran = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     assert ran.stdout == "[]\n"

@@ -202,20 +202,6 @@ def test_one_folder_that_cannot_go_keeps_no_other_one(node: MakeNode, place: Pat
     assert [n.id.version for n in PersistentStore(str(place)).incomplete()] == [3]
 
 
-def test_an_error_after_the_commit_is_no_failure(
-    node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forbidden(*_: object) -> str:
-        raise PersistentError("no right to read", str(place), transient=False)
-
-    zero = node()
-    with monkeypatch.context() as patch:
-        patch.setattr(PersistentStore, "_why_void", forbidden)
-        said = zero.flush(order(1))
-    assert (type(said), said.complete) == (Flushed, True)
-    assert versions(place) == [1]
-
-
 def test_of_a_version_that_another_node_completed_nothing_is_removed(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -602,14 +588,6 @@ def test_the_lease_is_given_back_when_all_nodes_are_through(
 # --- a missing place -----------------------------------------------------------------------------
 
 
-def test_the_parent_of_a_place_is_not_made(node: MakeNode, tmp_path: Path) -> None:
-    zero = node(place=tmp_path / "lustre" / "us" / "job")
-    said = zero.flush(order(1))
-    assert type(said) is FlushFailed
-    assert f"{tmp_path / 'lustre' / 'us'} does not exist: is it mounted?" in said.error
-    assert not (tmp_path / "lustre").exists()
-
-
 @pytest.mark.parametrize("folder", ["", "job"])
 def test_a_node_that_sees_another_place_writes_nothing_there(
     folder: str, node: MakeNode, place: Path, tmp_path: Path
@@ -676,18 +654,6 @@ def test_a_place_mounted_in_mid_run_is_written_to(
     assert versions(place) == [2]
 
 
-def test_the_first_node_may_come_later(node: MakeNode, clock: Clock) -> None:
-    zero, one = node(nodes=2), node(node=1, nodes=2)
-
-    def come() -> None:
-        clock.meanwhile = lambda: None
-        zero.flush(order(1, 0))
-
-    clock.meanwhile = come
-    assert one.flush(order(1, 1)).complete
-    assert one.warnings() == []
-
-
 def test_versions_that_another_node_never_completes_are_reported(node: MakeNode) -> None:
     zero, one = node(nodes=2), node(node=1, nodes=2)
     for version in (1, 2, 3, 4):
@@ -709,8 +675,7 @@ def begun(place: Path) -> list[int]:
     return [name.id.version for name in (*store.incomplete(), *store.versions())]
 
 
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize(("failing", "drops"), [(0, False), (1, True), (2, False)])
 def test_versions_that_are_never_completed_do_not_fill_the_place(
     failing: int, drops: bool, node: MakeNode, place: Path
 ) -> None:

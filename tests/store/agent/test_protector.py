@@ -79,17 +79,6 @@ class Orders:
             assert not any(ShardKey(VersionId(1, version), s, 9) in self.held for s in shards)
 
 
-def test_no_thread_to_protect_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
-    orders = Orders(tmp_path, 0)
-    with no_thread("tierckpt-protector"):
-        said = orders.order(1)
-        assert (type(said), said.id.version) == (ProtectFailed, 1)
-        assert said.error == "RuntimeError: can't start new thread"
-        assert not orders.made.busy()
-    assert "do not know each other" in orders.order(2).error, "it is at it again"
-    orders.check_idle(0)
-
-
 def test_no_thread_for_a_shard_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     orders = Orders(tmp_path, 0, 2)
     orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
@@ -193,15 +182,6 @@ def test_an_agent_that_cannot_get_a_new_port_stays_at_the_old_one(tmp_path: Path
     assert moved.port == taken
     assert answers(moved, "another")
     assert not answers(place, "life")
-    orders.made.close()
-
-
-def test_a_missing_listener_thread_is_reported_and_nothing_waits_for_it(tmp_path: Path) -> None:
-    orders = Orders(tmp_path, 0)
-    with no_thread("tierckpt-peer"), pytest.raises(ConfigError, match=r"cannot listen.*new thread"):
-        orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
-    address = orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
-    assert address.port
     orders.made.close()
 
 

@@ -41,8 +41,6 @@ from tierckpt.agent import (
     ProtectFailed,
     ServedPlaces,
     SessionSettings,
-    Welcome,
-    connection_states,
     encode_message,
     process,
     receive_message,
@@ -122,81 +120,20 @@ def trainer(settings: tuple[AgentSettings, SessionSettings]) -> Any:
     return python(TRAINER, json.dumps(vars(found)), hello)
 
 
-def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
-    first, second = AgentClient(*node(0)), AgentClient(*node(1))
-    pid = reach(first)
-    assert reach(second) == pid
-    assert (first.starts, second.starts) == (1, 0)
-    first.close()
-    assert alive(pid), "it serves the other"
-    second.close()
-    until(lambda: not alive(pid))
+def of_killed(settings: tuple[AgentSettings, SessionSettings]) -> int:
+    """The process id of the agent of a trainer that was killed."""
+    killed = trainer(settings)
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    end(killed)
+    return pid
 
 
-def test_a_missing_agent_is_started_by_the_first_request(node: Any) -> None:
-    first, second = AgentClient(*node(0)), AgentClient(*node(1))
-    first.find()
-    assert first.known_nodes(10 * PATIENCE_SECONDS) is None, "no agent comes that could know them"
-    assert first.poll() == []
-    assert first.starts == 0
-    assert not first.settings.place().lock.exists()
-    met(first)
-    assert first.starts == 1
-    second.find()
-    until(lambda: second.pid == first.pid)
-    assert second.starts == 0
-    first.close()
-    second.close()
-    until(lambda: not first.settings.place().lock.exists())
-
-
-@pytest.mark.parametrize("answer", [b"", b'{"op": "unwelcome"}'], ids=["hangs up", "unwelcome"])
-def test_an_agent_that_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
-    """The first try found no thread, or an agent of an earlier tierckpt with another one beside
-    it."""
-    client, found = AgentClient(*node(0)), threading.Event()
-    known_nodes = KnownNodes(1, (AgentAddress("x", "10.0.0.1", 1, "secret"),))
-    numbers = [0, 1] if answer else [0]
-    listeners = [replace(client.settings, index=n).place().listen() for n in numbers]
-
-    def serve() -> None:
-        channel, _ = listeners[0].accept()
-        receive_message(channel)
-        found.wait(PATIENCE_SECONDS)
-        if answer:
-            channel.send(answer)
-        channel.close()
-        channel, _ = listeners[-1].accept()
-        receive_message(channel)
-        send_message(channel, Welcome(os.getpid(), known_nodes))
-        receive_message(channel)
-        send_message(channel, Finished(last=False))
-        channel.close()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    client.find()
-    found.set()
-    assert client.known_nodes(PATIENCE_SECONDS) == known_nodes
+def ends(client: AgentClient, pid: int) -> None:
+    """Close the client, the last one of this agent, which ends."""
     client.close()
-    thread.join(PATIENCE_SECONDS)
-    for listener in listeners:
-        listener.close()
-
-
-def test_one_that_dies_after_it_was_found_is_replaced_by_the_start(node: Any) -> None:
-    first, second = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
-    pid = reach(first)
-    second.find()
-    until(lambda: second.pid == pid)
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: first.poll() and not first.pid)
-    second.start()
-    met(second)
-    assert second.pid != pid
-    first.close()
-    second.close()
-    until(lambda: not second.settings.place().lock.exists())
+    until(lambda: not alive(pid))
 
 
 def test_a_restore_has_the_cores_for_itself(
@@ -219,31 +156,11 @@ def test_a_restore_has_the_cores_for_itself(
         assert (seen, again.checkpointer._agent.starts) == ([0], 1)
 
 
-def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(node: Any) -> None:
-    """Two ranks may each start one, and the job may be over before the second agent is ready."""
-    first, second = AgentClient(*node(0)), AgentClient(*node(1))
-    reach(first)
-    with second._lock:
-        second._connection._start_process()
-    late = second._connection._process
-    assert late is not None
-    late.send_signal(signal.SIGSTOP)
-    reach(second)
-    (first.settings.place().job.path / "r00000.0").touch()  # it stays while there are slots
-    first.close()
-    threading.Timer(0.2, late.send_signal, [signal.SIGCONT]).start()
-    second.close()
-    until(lambda: not alive(late.pid), agent.FIRST_CLIENT_SECONDS / 2)
-
-
-@pytest.mark.parametrize("when", ["before it looked", "later"])
 def test_an_agent_with_a_dead_starter_and_no_request_waits_no_longer_than_it_lingers(
-    when: str, node: Any, monkeypatch: pytest.MonkeyPatch
+    node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = node(0)
     starter = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    if when == "before it looked":
-        starter.communicate()
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
     monkeypatch.setattr(
         process, "lower_priority", lambda nice: None
@@ -252,18 +169,14 @@ def test_an_agent_with_a_dead_starter_and_no_request_waits_no_longer_than_it_lin
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
     until(lambda: settings.place().address.exists() or not thread.is_alive())
-    if when == "later":
-        assert thread.is_alive()
-        starter.communicate()
+    assert thread.is_alive()
+    starter.communicate()
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("linger_seconds", [PATIENCE_SECONDS, YEAR_SECONDS])
-def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
-    linger_seconds: float, node: Any
-) -> None:
-    killed = trainer(node(0, linger=linger_seconds))
+def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(node: Any) -> None:
+    killed = trainer(node(0, linger=YEAR_SECONDS))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
     killed.wait()
@@ -272,23 +185,7 @@ def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
     successor = AgentClient(*node(0))
     assert reach(successor) == pid
     assert successor.starts == 0
-    successor.close()
-    until(lambda: not alive(pid))
-
-
-def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
-    """A launcher reads the job's output until no process has the other end open."""
-    killed = trainer(node(0, linger=PATIENCE_SECONDS))
-    pid = int(killed.stdout.readline())
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert killed.stdout.read() == ""
-    assert alive(pid)
-    end(killed)
-    successor = AgentClient(*node(0))
-    assert reach(successor) == pid
-    successor.close()
-    until(lambda: not alive(pid))
+    ends(successor, pid)
 
 
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
@@ -324,16 +221,11 @@ def test_a_dead_ranks_launcher_need_not_wait_for_those_that_live(node: Any) -> N
     successor = AgentClient(*node(0))
     assert reach(successor) == pid
     successor.close()
-    living.close()
-    until(lambda: not alive(pid))
+    ends(living, pid)
 
 
 def test_an_agent_waits_no_longer_than_requested(node: Any) -> None:
-    killed = trainer(node(0, linger=0.2))
-    pid = int(killed.stdout.readline())
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    end(killed)
+    pid = of_killed(node(0, linger=0.2))
     until(lambda: not alive(pid))
 
 
@@ -346,8 +238,7 @@ def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     end(killed)
-    successor.close()
-    until(lambda: not alive(pid))
+    ends(successor, pid)
 
 
 @pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
@@ -387,8 +278,7 @@ def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) 
     assert reach(other) == pid
     assert other.starts == 0
     first.close()
-    other.close()
-    until(lambda: not alive(pid))
+    ends(other, pid)
 
 
 def met(client: AgentClient) -> KnownNodes:
@@ -412,8 +302,7 @@ def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -
     successor = AgentClient(settings, replace(session, ranks=(0,)))
     assert reach(successor) == pid
     assert successor.known_nodes(PATIENCE_SECONDS) == known_nodes
-    successor.close()
-    until(lambda: not alive(pid))
+    ends(successor, pid)
 
 
 def test_one_that_has_met_nobody_does_not(node: Any) -> None:
@@ -470,15 +359,10 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
 def test_one_on_another_node_now_is_not_waited_for(node: Any) -> None:
     """A job continued with fewer nodes, where this one's rank has another number."""
     settings, session = node(1, linger=10 * PATIENCE_SECONDS)
-    killed = trainer((settings, replace(session, ranks=(1,))))
-    pid = int(killed.stdout.readline())
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    end(killed)
+    pid = of_killed((settings, replace(session, ranks=(1,))))
     successor = AgentClient(settings, replace(session, shard=0, ranks=(0,)))
     assert reach(successor) == pid
-    successor.close()
-    until(lambda: not alive(pid))
+    ends(successor, pid)
 
 
 def test_an_agent_waits_on_while_nodes_read_the_slots_of_killed_ranks(
@@ -512,35 +396,6 @@ def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
     end(other)
     assert reach(mine) == pid
     mine.close()
-
-
-def test_one_that_does_not_answer_is_passed_over(
-    node: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pass_over = connection_states._pass_over
-
-    def once(*what: Any) -> connection_states.Next:
-        """The next trainer runs, however long its answer takes."""
-        monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
-        return pass_over(*what)
-
-    monkeypatch.setattr(connection_states, "_pass_over", once)
-    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.2)
-    other = trainer(node(1))
-    stuck = int(other.stdout.readline())
-    os.kill(stuck, signal.SIGSTOP)
-    client = AgentClient(*node(0))
-    pid = reach(client)
-    assert pid != stuck
-    assert client.settings.index == 1
-    client.close()
-    until(lambda: not alive(pid))
-    os.kill(stuck, signal.SIGCONT)
-    other.stdin.write("close\n")
-    other.stdin.flush()
-    assert other.stdout.readline() == "closed\n"
-    end(other)
-    until(lambda: not alive(stuck))
 
 
 def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> None:
@@ -580,8 +435,7 @@ def test_garbage_on_its_socket_does_not_disturb_it(node: Any) -> None:
             assert stranger.recv(100) == b"", "shown the door"
         stranger.close()
     assert reach(client) == pid
-    client.close()
-    until(lambda: not alive(pid))
+    ends(client, pid)
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -623,8 +477,7 @@ def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
     end(stranger)
     assert alive(pid)
     assert not client.poll()
-    client.close()
-    until(lambda: not alive(pid))
+    ends(client, pid)
 
 
 @needs_root
@@ -660,8 +513,7 @@ def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
     # Else its niceness has no effect against trainers, which are in another session.
     session = Path(f"/proc/{pid}/autogroup")
     assert not session.exists() or session.read_text().split()[-1] == str(least)
-    client.close()
-    until(lambda: not alive(pid))
+    ends(client, pid)
 
 
 def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_dir: Path) -> None:
@@ -779,8 +631,7 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
         "it receives the nodes that the agent knew"
     )
     client.close()
-    successor.close()
-    until(lambda: not alive(pid))
+    ends(successor, pid)
 
 
 def test_a_setting_that_the_system_refuses_is_reported(
@@ -806,8 +657,7 @@ def test_a_setting_that_the_system_refuses_is_reported(
     assert all("Message too long" in message.error for message in heard)
     assert not client.behind()
     reach(client)
-    client.close()
-    until(lambda: not alive(pid))
+    ends(client, pid)
 
 
 def test_its_folder_is_private_and_its_socket_checked(node: Any, shm_dir: Path) -> None:
@@ -816,27 +666,9 @@ def test_its_folder_is_private_and_its_socket_checked(node: Any, shm_dir: Path) 
     place = client.settings.place()
     assert place.job.path.stat().st_mode & 0o077 == 0
     assert place.address.is_socket()
-    client.close()
-    until(lambda: not alive(pid))
+    ends(client, pid)
     assert not place.address.exists()
     assert not place.lock.exists()
-
-
-def test_a_dead_ones_socket_is_replaced(node: Any) -> None:
-    first = AgentClient(*node(0))
-    os.kill(reach(first), signal.SIGKILL)
-    until(
-        lambda: [
-            m for m in first.poll() if isinstance(m, Problem) and "ended unexpectedly" in m.error
-        ]
-    )
-    assert first.settings.place().address.exists(), "left behind"
-    second = AgentClient(*node(1))
-    pid = reach(second)
-    assert reach(first) == pid
-    first.close()
-    second.close()
-    until(lambda: not alive(pid))
 
 
 def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path) -> None:
@@ -846,8 +678,7 @@ def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path
     client = AgentClient(AgentSettings(str(job.root), job.path.name, linger_seconds=0), session)
     pid = reach(client)
     assert len(str(client.settings.place().address)) > 108
-    client.close()
-    until(lambda: not alive(pid))
+    ends(client, pid)
 
 
 def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
@@ -871,13 +702,3 @@ def test_inline_there_is_no_other_process(
     with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir, agent="inline") as again:
         assert again.restore() == 5
         assert again.fingerprint() == digest
-
-
-def test_a_connection_is_a_message_socket(node: Any) -> None:
-    """A message arrives whole or not at all."""
-    client = AgentClient(*node(0))
-    pid = reach(client)
-    assert client._connection._channel is not None
-    assert client._connection._channel.type == socket.SOCK_SEQPACKET
-    client.close()
-    until(lambda: not alive(pid))

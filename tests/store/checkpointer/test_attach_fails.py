@@ -25,6 +25,8 @@ from tierckpt.hooks import iterations
 from tierckpt.snapshot import Copier, Staging
 from tierckpt.storage import SlotPool
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 POINTS = {
     "the reports": (Reports, "__init__"),
     "where slots are": (node_resources.image_file, "place_for_slots"),

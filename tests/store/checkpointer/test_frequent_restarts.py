@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.facts import found_at
-from tierckpt.coordination import JobHistory
-from tierckpt.core import Found, Location
-from tierckpt.format import ShardKey, VersionId
 from tierckpt.testing import TinyJob
 
 LONG_SECONDS = 1e6
@@ -68,22 +64,3 @@ def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:
             time.sleep(0.01)
             job.run(job.iteration + 1)
         job.checkpointer.abandon()
-
-
-@pytest.mark.parametrize(
-    ("on_level", "age"), [((3, 40.0), 60.0), ((3, None), float("inf")), ((5, 100.0), 0.0)]
-)
-def test_the_age_of_a_level_counts_training_and_not_the_time_between_runs(
-    on_level: tuple[int, float | None], age: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found(level: str, version: int, created: float | None) -> Found:
-        key = ShardKey(VersionId(1, version), 0, 1)
-        where = Location(level, "here", level)
-        return found_at(key, where, ((1, 0),), "life", created_seconds=created)
-
-    limit = VersionId(1, 5)
-    lives = object.__new__(JobHistory)
-    lives.found = [[found("memory", 5, 100.0), found("local", *on_level)]]
-    lives.rollback = None
-    assert lives.age_seconds(lives.newest("local", limit), limit) == age
-    assert lives.age_seconds(lives.newest("persistent", limit), limit) == float("inf")

@@ -76,8 +76,7 @@ def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TIERCKPT_AGENT", "inline")
 
 
-@pytest.mark.parametrize("own_generator", [False, True])
-@pytest.mark.parametrize("boundary", ["explicit", "forward"])
+@pytest.mark.parametrize(("boundary", "own_generator"), [("explicit", True), ("forward", False)])
 @pytest.mark.parametrize(
     ("passes", "where", "number"),
     [

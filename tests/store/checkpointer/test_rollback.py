@@ -15,6 +15,8 @@ from tierckpt.cli import run_command
 from tierckpt.errors import RestoreError
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 STEPS = 9
 
 

@@ -26,6 +26,7 @@ from tierckpt.testing import TinyJob, fired, run_in_child, tiny_model, train
 # --- the plain way -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[int, str]) -> None:
     with TinyJob(path, **settings) as job:
         for step in range(1, STEPS + 1):
@@ -33,6 +34,7 @@ def test_checkpointing_changes_nothing(path: Path, settings: Any, course: dict[i
             assert job.fingerprint() == course[step]
 
 
+@pytest.mark.usefixtures("inline_agent")
 @pytest.mark.parametrize("what", ["the folder", "the newest version"])
 def test_versions_that_another_program_removed_are_named(
     what: str, path: Path, settings: Any
@@ -72,16 +74,7 @@ def test_a_job_that_was_closed_continues(
         assert second.fingerprint() == course[2 * STEPS]
 
 
-def test_closing_leaves_files_and_nothing_in_memory(
-    path: Path, settings: Any, shm_dir: Path
-) -> None:
-    with TinyJob(path, **settings) as job:
-        job.run(STEPS)
-        assert in_shm(shm_dir)
-    assert in_shm(shm_dir) == []
-    assert versions_on_disk(path)[-1] == STEPS
-
-
+@pytest.mark.usefixtures("inline_agent")
 def test_closing_without_a_step_leaves_nothing_at_all(
     path: Path, settings: Any, shm_dir: Path
 ) -> None:
@@ -89,20 +82,6 @@ def test_closing_without_a_step_leaves_nothing_at_all(
         pass
     assert in_shm(shm_dir) == []
     assert versions_on_disk(path) == []
-
-
-def test_detaching_leaves_the_newest_version_in_memory(
-    path: Path, settings: Any, course: dict[int, str]
-) -> None:
-    job = TinyJob(path, local_every_steps=0, **settings)
-    job.run(STEPS)
-    job.checkpointer.save(now=True)  # the last version is complete, and stays in its slot
-    job.checkpointer.abandon()
-    assert versions_on_disk(path) == []
-    with TinyJob(path, seed=99, local_every_steps=0, **settings) as second:
-        restored = second.restore()
-        assert (int(restored), restored.levels) == (STEPS, {"memory": 1})
-        assert second.fingerprint() == course[STEPS]
 
 
 def test_an_exception_leaves_everything_for_the_successor(
@@ -123,6 +102,7 @@ def test_an_exception_leaves_everything_for_the_successor(
         assert second.fingerprint() == course[STEPS + 2]
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_nothing_to_restore_is_a_fresh_start(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
@@ -144,6 +124,7 @@ def test_saving_now_is_durable_when_it_returns(path: Path, settings: Any) -> Non
         assert not job.heard("failed")
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_saving_now_waits_for_a_copier_slow_to_hand_over(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +145,7 @@ def test_saving_now_waits_for_a_copier_slow_to_hand_over(
         assert versions_on_disk(path) == [3]
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_saving_later_happens_at_the_next_boundary_but_one(path: Path, settings: Any) -> None:
     with TinyJob(path, local_every_steps=0, local_every_seconds=1e9, **settings) as job:
         job.run(3)
@@ -174,38 +156,26 @@ def test_saving_later_happens_at_the_next_boundary_but_one(path: Path, settings:
         assert versions_on_disk(path)[0] in (4, 5)
 
 
-def test_restoring_twice_is_restoring_once(
-    path: Path, settings: Any, course: dict[int, str]
-) -> None:
-    with TinyJob(path, **settings) as job:
-        job.run(STEPS)
-    with TinyJob(path, seed=99, **settings) as job:
-        assert [int(job.restore()), int(job.restore())] == [STEPS, STEPS]
-        assert job.fingerprint() == course[STEPS]
-        job.run(STEPS + 3)
-        assert job.fingerprint() == course[STEPS + 3]
-
-
 # --- killed --------------------------------------------------------------------------------------
 
 
 VERSION = 5
 KILLS = [
-    # (point, oldest version that may be left): v4 is complete in memory before v5 is started
-    (f"kill@barrier:version={VERSION}", VERSION - 1),
-    (f"kill@refill:version={VERSION}", VERSION - 1),
-    (f"kill@copy:version={VERSION}", VERSION - 1),
-    (f"kill@copy:version={VERSION},hit=2", VERSION - 1),
-    (f"kill@tree:version={VERSION}", VERSION - 1),
-    (f"kill@seal:version={VERSION}", VERSION - 1),
-    (f"kill@sealed:version={VERSION}", VERSION),
+    # (point, release, copies, oldest version that may be left)
+    # v4 is complete in memory before v5 is started.
+    (f"kill@barrier:version={VERSION}", "backward", "native", VERSION - 1),
+    (f"kill@refill:version={VERSION}", "forward", "native", VERSION - 1),
+    (f"kill@copy:version={VERSION}", "backward", "torch", VERSION - 1),
+    (f"kill@copy:version={VERSION},hit=2", "forward", "native", VERSION - 1),
+    (f"kill@tree:version={VERSION}", "backward", "native", VERSION - 1),
+    (f"kill@seal:version={VERSION}", "backward", "torch", VERSION - 1),
+    (f"kill@sealed:version={VERSION}", "forward", "native", VERSION),
 ]
 
 
 @pytest.mark.parametrize(
-    ("release", "copies"), [("backward", "native"), ("forward", "native"), ("backward", "torch")]
+    ("rules", "release", "copies", "oldest"), KILLS, ids=["-".join(each[:3]) for each in KILLS]
 )
-@pytest.mark.parametrize(("rules", "oldest"), KILLS, ids=[k for k, _ in KILLS])
 def test_killed_anywhere_it_resumes_bit_for_bit(
     rules: str,
     oldest: int,
@@ -230,18 +200,6 @@ def test_killed_anywhere_it_resumes_bit_for_bit(
         assert job.fingerprint() == course[STEPS]
 
 
-@pytest.mark.parametrize("rules", [f"kill@agent:version={VERSION}", "kill@file:hit=25"])
-def test_a_killed_agent_costs_no_step_and_is_replaced(
-    rules: str, path: Path, marks: Path, settings: Any, course: dict[int, str]
-) -> None:
-    status = run_in_child(train, str(path), STEPS, settings, rules=rules, marks=marks)
-    assert (status, len(fired(marks))) == (0, 1)
-    assert versions_on_disk(path)[-1] == STEPS
-    with TinyJob(path, seed=99, **settings) as job:
-        assert job.restore() == STEPS
-        assert job.fingerprint() == course[STEPS]
-
-
 def test_memory_lost_too_it_resumes_from_disk(
     path: Path, marks: Path, settings: Any, shm_dir: Path, course: dict[int, str]
 ) -> None:
@@ -258,26 +216,10 @@ def test_memory_lost_too_it_resumes_from_disk(
         assert job.fingerprint() == course[STEPS]
 
 
-def test_killed_twice_it_still_resumes(
-    path: Path, marks: Path, settings: Any, course: dict[int, str]
-) -> None:
-    rules = "kill@seal:version=3;kill@refill:version=6"
-    for run_id, count in enumerate((1, 2)):
-        status = run_in_child(
-            train, str(path), STEPS, settings, restore=run_id > 0, rules=rules, marks=marks
-        )
-        assert (status, len(fired(marks))) == (-signal.SIGKILL, count)
-    with TinyJob(path, seed=99, **settings) as job:
-        restored = job.restore()
-        assert restored == 5
-        assert restored.generation == 2
-        job.run(STEPS)
-        assert job.fingerprint() == course[STEPS]
-
-
 # --- runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_going_back_makes_the_versions_in_between_nobodys_past(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
@@ -301,6 +243,7 @@ def test_going_back_makes_the_versions_in_between_nobodys_past(
         assert third.fingerprint() == course[2]
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_going_back_within_one_run(path: Path, settings: Any, course: dict[int, str]) -> None:
     with TinyJob(path, local_keep_last=20, **settings) as job:
         job.run(STEPS)
@@ -311,6 +254,7 @@ def test_going_back_within_one_run(path: Path, settings: Any, course: dict[int, 
         assert job.fingerprint() == course[STEPS]
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +281,7 @@ def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it
     assert versions_on_disk(path)[-1] == STEPS
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_a_missing_version_is_an_error_and_changes_nothing(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
@@ -359,6 +304,7 @@ def test_a_missing_version_is_an_error_and_changes_nothing(
     assert versions_on_disk(path)[-1] == STEPS
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_a_fresh_start_beside_old_files_keeps_them_with_a_report(path: Path, settings: Any) -> None:
     with TinyJob(path, local_keep_last=1, **settings) as old:
         old.run(STEPS)
@@ -438,6 +384,7 @@ def test_a_version_that_was_not_yet_on_disk_is_not_missed(path: Path, settings: 
         assert not [e for e in second.heard("notice") if e.severity == logging.WARNING]
 
 
+@pytest.mark.usefixtures("inline_agent")
 def test_a_version_of_a_newer_format_ends_the_restart(
     path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
 ) -> None:

@@ -1,10 +1,11 @@
 """The delete test: without a feature's code and its row in the table, the kernel works.
 
-A checkout is copied without the feature, and tests of the kernel run there.
+The package is copied without the feature, and a job of one process runs there.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -29,26 +30,43 @@ PARTS = {
     "unsaved objects": "hooks/unsaved_objects.py",
 }
 ALL = "all of them"
-SINGLE = "tests/store/checkpointer/test_single_process.py"
-KERNEL = (
-    "test_checkpointing_changes_nothing",
-    "test_killed_anywhere_it_resumes_bit_for_bit[kill@sealed:version=5-forward-native]",
-    "test_memory_lost_too_it_resumes_from_disk",
-    "test_saving_now_is_durable_when_it_returns",
-    "test_going_back_within_one_run",
-)
-NEEDED = ("setup.cfg", "tests/conftest.py", "tests/support", "tests/store/conftest.py", SINGLE)
+KERNEL = """
+import os, sys
 
+path, memory = sys.argv[1:]
+settings = {"shm_dir": memory, "local_every_steps": 1, "local_keep_last": 9}
+if os.fork() == 0:
+    os.environ["TIERCKPT_FAULTS"] = "kill@sealed:version=5"  # read by the import
+    from tierckpt.testing import TinyJob
 
-def copy_to(target: Path) -> None:
-    """Copy what the tests need."""
-    for name in (*NEEDED, str(PACKAGE), "ddp_ckpt", "horovod_ckpt"):
-        source, copy = ROOT / name, target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, copy)  # with compiled bytecode, which is valid there
-        else:
-            shutil.copy(source, copy)
+    TinyJob(path, **settings).run(8)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == -9
+
+from tierckpt.testing import TinyJob
+
+undisturbed = TinyJob(None)
+course = {step: undisturbed.run(step).fingerprint() for step in range(1, 9)}
+with TinyJob(path, seed=9, **settings) as job:
+    assert job.restore() == 5
+    assert job.checkpointer.restored.levels == {"memory": 1}
+    for step in (5, 6, 7):
+        job.run(step)
+        assert job.fingerprint() == course[step]
+    job.checkpointer.save(now=True)
+    assert job.heard("committed", "local")[-1].version == 7
+    assert job.restore(version=6) == 6
+    assert job.fingerprint() == course[6]
+    job.run(8)
+    assert job.fingerprint() == course[8]
+with TinyJob(path, seed=8, **settings) as job:
+    assert job.restore(version=8) == 8
+    assert job.checkpointer.restored.levels == {"local": 1}
+    assert job.fingerprint() == course[8]
+print("works")
+"""
+"""A job of one process: killed, continued from memory, saved, sent back, closed, continued from
+disk."""
 
 
 def remove(feature: str, target: Path) -> None:
@@ -73,16 +91,17 @@ def empty_table(target: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [*PARTS, ALL])
-def test_the_kernel_works_without(part: str, warm_python: None, tmp_path: Path) -> None:
-    copy_to(tmp_path)
+def test_the_kernel_works_without(
+    part: str, warm_python: None, tmp_path: Path, shm_dir: Path
+) -> None:
+    # With compiled bytecode, which is valid there.
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE)
     for feature in PARTS.values() if part == ALL else [PARTS[part]]:
         if (tmp_path / PACKAGE / feature).exists():
             remove(feature, tmp_path)
     if part == ALL:
         empty_table(tmp_path)
-    names = KERNEL if part == ALL else KERNEL[:2]
-    tests = [f"{SINGLE}::{name}" for name in names]
-    command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert f"{len(names)} passed" in done.stdout
+    command = [PYTHON, "-c", KERNEL, str(tmp_path / "ckpts"), str(shm_dir)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / PACKAGE.parent)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "works\n"), done.stderr[-4000:]

@@ -85,7 +85,7 @@ def flushed(place: Path) -> list[int]:
 # --- the local level -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ROWS[::3])
 def test_a_job_continues_from_encoded_shards(
     row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
@@ -157,7 +157,7 @@ def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Pat
     (data,) = folder.glob(f"v{2:010d}.*{ENCODED_SUFFIX}")
     (record,) = folder.glob(f"v{2:010d}.*.manifest")
     chance = random.Random(0)
-    for path in [data] * 3 + [record] * 3:
+    for path in [data, record]:
         sound = path.read_bytes()
         damaged = bytearray(sound)
         damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
@@ -321,8 +321,10 @@ def test_nothing_of_the_weights_or_the_key_is_on_disk_in_the_clear(
 # --- the persistent level ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", ["", "zstd", "incremental full_every=4, zstd, aes-gcm"])
-@pytest.mark.parametrize("local", ["", "zstd level=1, zstd"])
+@pytest.mark.parametrize(
+    ("local", "row"),
+    [("zstd level=1, zstd", ""), ("", "incremental full_every=4, zstd, aes-gcm")],
+)
 def test_a_job_continues_from_the_persistent_level(
     local: str, row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
@@ -373,16 +375,14 @@ def run_each(job: TinyJob, last: int) -> None:
         job.checkpointer.wait()  # no version waits for another, and is dropped for a newer one
 
 
-@pytest.mark.parametrize("more", [{}, {"persistent_codecs": "delta full_every=3, zstd, aes-gcm"}])
 def test_kept_versions_are_differences_and_all_are_exact(
-    more: dict[str, Any],
     job: Any,
     course: dict[int, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared = tmp_path / "shared"
-    settings = delta_settings(shared, **more)
+    settings = delta_settings(shared, persistent_codecs="delta full_every=3, zstd, aes-gcm")
     with job(**settings) as first:
         run_each(first, 2 * STEPS - 1)
         assert not [e.text() for e in first.events if e.name == "failed"]
@@ -473,7 +473,7 @@ class Nothing(torch.nn.Module):
         self.register_buffer("none", torch.zeros(0))
 
 
-@pytest.mark.parametrize("row", ["", *ROWS])
+@pytest.mark.parametrize("row", ["", ROWS[3]])
 def test_a_state_without_a_byte_comes_back_from_every_level(
     row: str, tmp_path: Path, shm_dir: Path
 ) -> None:

@@ -42,7 +42,7 @@ def ends(job: TinyJob) -> bool:
     return True
 
 
-@pytest.mark.parametrize("given", [{}, {"job_id": "mine"}, {"node": "n1"}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"job_id": "mine", "node": "n1"}], ids=str)
 def test_a_job_in_memory_alone_is_asked_by_its_path(
     given: dict[str, Any], path: Path, shm_dir: Path
 ) -> None:

@@ -17,6 +17,8 @@ import tierckpt
 from tests.support.late_copies import copy_late
 from tierckpt.hooks import optimizer_steps
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 STEPS = 3
 OWN = [c for c in vars(torch.optim).values() if inspect.isclass(c) and c.__name__ != "Optimizer"]
 

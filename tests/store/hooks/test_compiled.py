@@ -14,6 +14,8 @@ from torch import nn
 
 import tierckpt
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 class Own(nn.Module):
     """A user's class."""
@@ -38,10 +40,6 @@ def wrapped(model: nn.Module, **options: Any) -> nn.Module:
 def in_place(model: nn.Module, **options: Any) -> nn.Module:
     model.compile(backend="eager", **options)
     return model
-
-
-MODELS = pytest.mark.parametrize("make", [Own, torchs_own])
-COMPILED = pytest.mark.parametrize("compiled", [wrapped, in_place])
 
 
 @pytest.fixture(autouse=True)
@@ -94,19 +92,15 @@ class Loop:
         return [e.message for e in self.events if e.severity >= logging.ERROR]
 
 
-@MODELS
-def test_a_module_with_explicit_boundaries_is_one_graph(
-    make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
-) -> None:
-    loop = Loop(make, wrapped, shm_dir, tmp_path, "explicit", fullgraph=True)
+def test_a_module_with_explicit_boundaries_is_one_graph(shm_dir: Path, tmp_path: Path) -> None:
+    loop = Loop(torchs_own, wrapped, shm_dir, tmp_path, "explicit", fullgraph=True)
     loop.steps(3, after=loop.ckpt.step)
     assert loop.ckpt.version == 3
     assert not torch._dynamo.utils.counters["graph_break"]
     loop.ckpt.abandon()
 
 
-@MODELS
-@COMPILED
+@pytest.mark.parametrize(("make", "compiled"), [(Own, wrapped), (torchs_own, in_place)])
 def test_boundaries_of_one_compiled_later_are_seen(
     compiled: Callable[..., nn.Module],
     make: Callable[[], nn.Module],
@@ -139,11 +133,8 @@ def test_forward_passes_within_a_compiled_function_are_seen(shm_dir: Path, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@MODELS
-def test_a_module_with_explicit_boundaries_can_be_scripted(
-    make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
-) -> None:
-    loop = Loop(make, torch.jit.script, shm_dir, tmp_path, "explicit")
+def test_a_module_with_explicit_boundaries_can_be_scripted(shm_dir: Path, tmp_path: Path) -> None:
+    loop = Loop(torchs_own, torch.jit.script, shm_dir, tmp_path, "explicit")
     loop.steps(3, after=loop.ckpt.step)
     assert loop.ckpt.version == 3
     loop.ckpt.abandon()

@@ -14,6 +14,8 @@ from torch import nn
 import tierckpt
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 def status_of_child(work: Callable[[], None]) -> int:
     """Exit status of a forked child that runs this function; the child is killed if it hangs."""

@@ -16,6 +16,8 @@ import tierckpt
 from tests.support.late_copies import copy_late
 from tierckpt.hooks import optimizer_steps
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 STEPS = 3
 LAYERS = 8
 

@@ -456,15 +456,6 @@ def test_weights_in_several_files(ended: TinyJob, tmp_path: Path, capsys: Any) -
     assert exact.image({**fresh.state_dict()}) == exact.image({**ended_model})
 
 
-def test_a_file_of_horovods_examples(ended: TinyJob, tmp_path: Path) -> None:
-    out = export(tmp_path, "checkpoint-3.pth.tar")
-    found = torch.load(out, weights_only=True)
-    fresh = TinyJob(None, seed=4)
-    fresh.model.load_state_dict(found["model"])
-    fresh.optimizer.load_state_dict(found["optimizer"])
-    assert state_of(fresh)[:2] == state_of(ended)[:2]
-
-
 def test_a_folder_is_replaced_as_a_whole(ended: TinyJob, tmp_path: Path, capsys: Any) -> None:
     out = export(tmp_path, "folder", "--format", "dcp")
     command = ["export", str(tmp_path / "ckpts"), str(out), "--format", "dcp"]

@@ -17,6 +17,8 @@ from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.storage import ForkMarks, OriginFile
 from tierckpt.testing import TinyJob, tiny_model
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 STEPS = 6
 
 
@@ -163,11 +165,9 @@ def test_a_damaged_order_is_shown_and_the_command_that_removes_it_works(
         assert job.restore() == 0
 
 
-@pytest.mark.parametrize("local_steps", [0, 1], ids=["memory", "disk"])
 def test_a_fork_of_a_job_without_a_folder_is_in_both_histories(
     places: Places,
     shm_dir: Path,
-    local_steps: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -177,7 +177,7 @@ def test_a_fork_of_a_job_without_a_folder_is_in_both_histories(
     with places.job("a", 0, **alone) as source:
         state = source.run(STEPS).fingerprint()
         source.checkpointer.complete()
-        own = {**alone, "local_every_steps": local_steps, "fork_from": places["a"]}
+        own = {**alone, "local_every_steps": 1, "fork_from": places["a"]}
         fork = places.job("b", **own)
         fork.restore()
         assert fork.fingerprint() == state

@@ -18,6 +18,8 @@ from tierckpt.storage import OriginFile
 from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 STEPS = 4
 
 

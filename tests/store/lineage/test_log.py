@@ -16,6 +16,8 @@ from tierckpt.lineage import Branch, command_hash
 from tierckpt.storage import RunRecords
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 @pytest.fixture
 def history(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -13,6 +13,8 @@ from tierckpt import Checkpointer, LoopState, ResumableLoader
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.testing import TinyJob, raw_bytes
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 class Net(torch.nn.Module):
     """A body under a name of choice, and a head."""

@@ -139,7 +139,7 @@ def test_nobody_to_ask(refused: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     refused += ["nobody can be asked", "--yes deletes"]
 
 
-@pytest.mark.parametrize("answer", ["", "n", "4"])
+@pytest.mark.parametrize("answer", ["", "4"])
 def test_another_answer(
     answer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

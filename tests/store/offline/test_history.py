@@ -36,23 +36,23 @@ def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 class Model(torch.nn.Module):
     """A small part and a large one."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 60_000) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.norm = torch.nn.BatchNorm1d(12)
         self.head = torch.nn.Linear(12, 4)
         self.tail = torch.nn.Linear(4, 4, bias=False)
-        self.large = torch.nn.Linear(12, 200_000)
+        self.large = torch.nn.Linear(12, rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tail(self.head(self.norm(x))) + self.large(x)[:, :4]
 
 
-def made(path: Path, **settings: Any) -> dict[int, State]:
+def made(path: Path, model: Model | None = None, **settings: Any) -> dict[int, State]:
     """Run a job that keeps all its versions; returns the model's state after each step."""
     course = {}
     given = {"agent": "inline", "local_keep_last": STEPS, **settings}
-    with TinyJob(path / "ckpts", model=Model(), **given) as job:
+    with TinyJob(path / "ckpts", model=model or Model(), **given) as job:
         for step in range(1, STEPS + 1):
             job.run(step)
             job.checkpointer.wait()
@@ -206,7 +206,7 @@ def test_places_of_two_jobs_are_refused(tmp_path: Path) -> None:
 def test_only_the_blocks_of_the_chosen_tensors_are_read(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    course = made(tmp_path, **far(tmp_path, persistent_codecs=row))
+    course = made(tmp_path, Model(200_000), **far(tmp_path, persistent_codecs=row))
     shutil.rmtree(tmp_path / "ckpts")
     read = []
     inner = (PosixBackend.read, PosixBackend.read_into)
@@ -244,7 +244,7 @@ def test_of_a_store_only_the_ranges_of_the_chosen_tensors_are_read(
     options = s3_options(proxy.url)
     more = {"persistent_path": url, "persistent_storage_options": options}
     codecs = {"persistent_codecs": "delta full_every=3, zstd", "persistent_keep_every": 1}
-    course = made(tmp_path, **{**far(tmp_path), **more, **codecs})
+    course = made(tmp_path, Model(200_000), **{**far(tmp_path), **more, **codecs})
     shutil.rmtree(tmp_path / "ckpts")
     store = PersistentStore(url, **options)
     there = {name.id.version: store.read_manifest(name) for name in store.versions()}

@@ -18,9 +18,12 @@ from tierckpt.offline import rows_of, survey_of
 from tierckpt.storage import JobDirectory
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 def trained(path: Path, steps: int, **settings: object) -> None:
-    with TinyJob(path, local_every_steps=1, local_keep_last=1, **settings) as job:
+    given = {"agent": "inline", "local_every_steps": 1, "local_keep_last": 1}
+    with TinyJob(path, **given, **settings) as job:
         job.restore()
         job.run(steps)
 

@@ -706,8 +706,10 @@ def test_every_byte_is_compared(
     assert "no checkpoints to verify" in texts(capsys)[1]
 
 
-@pytest.mark.parametrize("missing", ["key", "the right key", "package"])
-@pytest.mark.parametrize("level", ["local", "persistent"])
+@pytest.mark.parametrize(
+    ("level", "missing"),
+    [("local", "key"), ("persistent", "the right key"), ("local", "package")],
+)
 def test_a_shard_that_cannot_be_decoded_here_is_sound_as_stored(
     level: str,
     missing: str,
@@ -924,8 +926,7 @@ def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpts", "out.pt"]
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("limit", [200, 2000])
+@pytest.mark.parametrize(("limit", "suffix"), [(200, ".pt"), (2000, ".safetensors")])
 def test_an_export_to_a_full_disk_is_reported_and_leaves_nothing(
     limit: int, suffix: str, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

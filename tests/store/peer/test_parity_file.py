@@ -21,14 +21,13 @@ from tests.support.peer_shards import (
     reader,
     shard_of,
 )
-from tests.support.tmpfs import SIZE_BYTES
 from tierckpt.erasure import Code, ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import BLOCK_BYTES, Manifest, ParityKey, ShardKey, VersionId
 from tierckpt.peer import Address, Read, RemoteNode, Transport, check_parity, rebuild, remote_reads
 from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import VersionName
-from tierckpt.testing import StoreConformance, commit_one, injected, key_of
+from tierckpt.testing import commit_one, injected, key_of
 
 CODE = Code(3, 2, 1)
 LENGTHS = [600 << 10, 900 << 10, 300 << 10]
@@ -36,37 +35,6 @@ LENGTHS = [600 << 10, 900 << 10, 300 << 10]
 
 def parity_of(key: ShardKey) -> ParityKey:
     return ParityKey(key.id, key.shard, key.shards)
-
-
-class ParityStore(LocalStore):
-    """Takes shards' names and stores parity, so the suite of the stores runs on it."""
-
-    def draft(self, key, nbytes):  # type: ignore[no-untyped-def]
-        return super().draft(parity_of(key), nbytes)
-
-    def retire(self, key: ShardKey) -> None:
-        super().retire(parity_of(key))
-
-    def keys(self) -> list[ShardKey]:
-        return [ShardKey(k.id, k.shard, k.shards) for k in self.parities()]
-
-    def read_manifest(self, key: ShardKey) -> bytes:
-        return super().read_manifest(parity_of(key))
-
-    def open_image(self, key: ShardKey):  # type: ignore[no-untyped-def]
-        return super().open_image(parity_of(key))
-
-
-class TestParityStore(StoreConformance):
-    """Includes a kill and an error at every file operation."""
-
-    factory = "tests.store.peer.test_parity_file:ParityStore"
-
-    def data_file(self, directory: Path, key: ShardKey) -> Path:
-        return directory / f"{parity_of(key).stem}.parity"
-
-    def manifest_file(self, directory: Path, key: ShardKey) -> Path:
-        return directory / f"{parity_of(key).stem}.manifest"
 
 
 # --- beside shards -------------------------------------------------------------------------------
@@ -129,33 +97,6 @@ def test_an_error_at_any_file_operation_costs_one_parity_at_most(tmp_path: Path)
                 assert hit > 15, "the writer does not announce its operations"
                 return
     pytest.fail("the sweep does not end")
-
-
-def test_a_full_device_costs_its_own_parity_alone(tmp_path: Path, small_tmpfs: Path) -> None:
-    lengths = [8 * SIZE_BYTES] * 3
-    with Members(tmp_path, CODE, lengths) as members:
-        (tmp_path / "node1").rmdir()
-        (tmp_path / "node1").symlink_to(small_tmpfs)
-        members.run([members.exchange(member) for member in range(3)])
-        assert list(members.errors) == [1]
-        assert "No space left on device" in str(members.errors[1])
-        assert list(small_tmpfs.iterdir()) == [], "the space is given back"
-        assert sorted(members.parities()) == [0, 2]
-        assert members.rebuilt({1}) == {1: members.image(1)}
-        members.lengths = [SIZE_BYTES // 2] * 3
-        members.protect(2)  # this one has room
-        assert sorted(members.parities(2)) == [0, 1, 2]
-
-
-def test_a_store_that_cannot_be_made_costs_its_own_parity_alone(tmp_path: Path) -> None:
-    with Members(tmp_path, CODE, LENGTHS) as members:
-        (tmp_path / "node2").rmdir()
-        (tmp_path / "node2").write_text("in the way")
-        members.run([members.exchange(member) for member in range(3)])
-        assert isinstance(members.errors.pop(2), FileExistsError)
-        assert members.errors == {}
-        (tmp_path / "node2").unlink()
-        assert sorted(members.parities()) == [0, 1]
 
 
 # --- damage --------------------------------------------------------------------------------------

@@ -534,7 +534,7 @@ def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
         assert "all_reduce the value that decides" in drifted[0]
 
 
-@pytest.mark.parametrize("late", range(6))
+@pytest.mark.parametrize("late", [0, 2, 4])
 def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
     late: int, ranks: Ranks
 ) -> None:

@@ -13,6 +13,8 @@ from tests.support.progress import Terminal, at_once
 from tierckpt.restore import Progress
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 LAST = 3
 
 

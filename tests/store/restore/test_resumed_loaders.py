@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tierckpt
-from tierckpt.testing import BATCH, CLASSES, IN_FEATURES, TinyJob, seed_everything, tiny_model
+from tierckpt.testing import BATCH, CLASSES, IN_FEATURES, seed_everything, tiny_model
 
 LENGTH, EPOCHS = 5 * BATCH, 3
 LOOP = tierckpt.LoopState(best=0.0)
@@ -65,7 +65,7 @@ class Script:
             pass
 
 
-@pytest.mark.parametrize("mode", ["error", "warn", "off"])
+@pytest.mark.parametrize("mode", ["error", "warn"])
 def test_a_loader_that_resumes_after_the_first_step_speaks_for_itself(
     mode: str, path: Path, settings: Any
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_loader_that_resumes_after_the_first_step_speaks_for_itself(
     assert len([text for text in said if text.startswith("two on rank 0")]) == (mode == "warn")
 
 
-@pytest.mark.parametrize(("added", "told"), [(0.0, False), (1e-8, False), (1.0, True)])
+@pytest.mark.parametrize(("added", "told"), [(1e-8, False), (1.0, True)])
 def test_weights_that_are_loaded_after_the_restore_are_named(
     added: float, told: bool, path: Path, settings: Any
 ) -> None:
@@ -143,8 +143,7 @@ def test_a_place_without_batches_is_named_as_unwitnessed(path: Path, settings: A
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # restored, then stepped
-@pytest.mark.parametrize("explicit", [True, False])
-@pytest.mark.parametrize("killed_after", [3, 5, 6])
+@pytest.mark.parametrize(("killed_after", "explicit"), [(3, True), (5, False), (6, True)])
 def test_losses_continue_as_if_nothing_had_happened(
     killed_after: int, explicit: bool, path: Path, settings: Any
 ) -> None:
@@ -163,21 +162,6 @@ def test_losses_continue_as_if_nothing_had_happened(
     assert second.losses == undisturbed.losses[killed_after:]
     assert second.schedule.last_epoch == undisturbed.schedule.last_epoch
     second.ckpt.close()
-
-
-def test_weights_that_are_written_after_the_restore_are_named(
-    tmp_path: Path, shm_dir: Path
-) -> None:
-    settings = {"shm_dir": str(shm_dir), "agent": "inline"}
-    for overwritten in (None, False, True):
-        with TinyJob(tmp_path / "c", **settings) as job:
-            start = int(job.restore())
-            if overwritten:
-                with torch.no_grad():
-                    next(job.model.parameters()).fill_(1.0)
-            job.run(start + 2)
-        said = [e.message for e in job.events if "had other values before the first" in e.message]
-        assert len(said) == bool(overwritten)
 
 
 def halve_weight(module: torch.nn.Module, _: Any) -> None:

@@ -23,6 +23,8 @@ import tierckpt
 from tests.support.late_device import Compute, LateDevice, LateEvent, Side
 from tierckpt.snapshot import CopyPlan, Phase, Sources, cuda, describe_engine, find_engine
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 class CpuLane:
     device = torch.device("cpu")

@@ -484,50 +484,6 @@ def test_going_back_drops_options_of_later(path: Path, settings: Any) -> None:
 # --- a replaced layer, with state that has its own check -----------------------------------------
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a number for each parameter, as torch's SparseAdam and many others do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                kept = self.state[param]
-                kept["step"] = int(kept.get("step", 0)) + 1
-        return super().step(closure)
-
-
-def new_head(model: nn.Sequential) -> None:
-    model[1] = nn.Linear(4, 2).requires_grad_(False)
-
-
-def new_statistics(model: nn.Sequential) -> None:
-    model[2] = nn.BatchNorm1d(2, affine=False)
-    model[2].running_mean.fill_(7.0)
-
-
-@pytest.mark.parametrize("replace", [new_head, new_statistics])
-def test_a_replaced_layer_is_the_one_stored(
-    replace: Callable[[nn.Sequential], None], path: Path, settings: dict[str, Any]
-) -> None:
-    def make() -> nn.Sequential:
-        head = nn.Linear(4, 2).requires_grad_(False)
-        return nn.Sequential(nn.Linear(3, 4), head, nn.BatchNorm1d(2, affine=False))
-
-    def counting(model: nn.Module) -> torch.optim.Optimizer:
-        return Counting(model[0].parameters(), lr=0.1)  # type: ignore[index]
-
-    model = make()
-    with Job(path, settings, model, counting) as job:
-        job.run(3)
-        replace(model)
-        job.run(3)
-    assert job.failures() == []
-    again = make()
-    with Job(path, settings, again, counting) as job:
-        assert job.checkpointer.restore().version == 6
-    for name, value in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-
-
 def test_a_parameter_that_takes_anothers_place_is_reported_at_once(
     path: Path, settings: dict[str, Any]
 ) -> None:

@@ -14,6 +14,8 @@ import tierckpt
 from tierckpt.errors import StateMismatchError
 from tierckpt.testing import TinyJob, tiny_model
 
+pytestmark = pytest.mark.usefixtures("inline_agent")
+
 
 @pytest.fixture
 def closed(path: Path, settings: Any) -> Path:

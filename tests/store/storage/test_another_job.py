@@ -105,8 +105,9 @@ def test_memory_left_by_a_moved_directory_is_reported(
         assert third.restore() == 3, "as it was told"
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-@pytest.mark.parametrize("setting", ["shm_dir", "node", "job_id", ""])
+@pytest.mark.parametrize(
+    ("setting", "on_disk"), [("shm_dir", True), ("node", False), ("job_id", True), ("", False)]
+)
 def test_memory_of_a_killed_run_in_another_place_is_reported(
     setting: str, on_disk: bool, job: Any, tmp_path: Path, shm_dir: Path
 ) -> None:

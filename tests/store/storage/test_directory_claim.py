@@ -191,22 +191,6 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
     assert mine().stake() == ""
 
 
-def test_a_dying_one_is_waited_for(
-    tmp_path: Path, mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other, naps, sleep = living(), [], time.sleep
-
-    def kill(seconds: float) -> None:
-        naps.append(seconds)
-        monkeypatch.setattr(time, "sleep", sleep)
-        killed(other, tmp_path)
-
-    monkeypatch.setattr(time, "sleep", kill)
-    monkeypatch.setattr(claims, "HERE_SECONDS", 60.0)
-    assert mine().stake() == ""
-    assert len(naps) == 1
-
-
 # --- the owner of a past -------------------------------------------------------------------------
 
 SLURM = "cluster/1000/7"
@@ -337,13 +321,6 @@ def test_two_runs_with_many_starters_share_some_of_their_ids() -> None:
     one = [f"{number:016x}" for number in range(3000)]
     assert smallest(one) == tuple(one[: claims.MAX_STARTERS])
     assert len(set(smallest(one[::2])) & set(smallest(one))) == claims.MAX_STARTERS // 2
-
-
-def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:
-    """Its own locks do not exclude a process."""
-    assert mine(token=OTHERS).stake() == ""
-    assert f"process {os.getpid()} on " in mine().stake()
-    assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
 
 
 def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, mine: Any) -> None:

@@ -73,17 +73,6 @@ def names_of(version: int) -> Renames:
     return [(f"{stem}{suffix}", []) for suffix in (key_of(version).SUFFIX, ".manifest")]
 
 
-def test_a_local_shard_is_durable_before_it_has_its_name(device: Device) -> None:
-    """Into a new file, and into an existing one."""
-    store = LocalStore(device.folder)
-    commit_one(store, key_of(1))
-    assert device.named == names_of(1)
-    store.retire(key_of(1))
-    device.named.clear()
-    commit_one(store, key_of(2))
-    assert device.named == names_of(2)
-
-
 def test_so_is_one_that_another_process_wrote_in_place(device: Device) -> None:
     store, slot = LocalStore(device.folder), device.folder / ".slot"
     slot.write_bytes(content_of(key_of(1)))

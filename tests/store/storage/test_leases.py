@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import end, python
 from tierckpt.cli import run_command
 from tierckpt.storage.persistent import (
     LEASE_SECONDS,
@@ -207,21 +206,6 @@ def test_the_command_that_takes_a_place_over(
     made(tmp_path).lease("2222", "job on node2").ensure()
 
 
-def test_a_lease_is_renewed_while_it_is_had_and_not_taken_again(tmp_path: Path) -> None:
-    """A thread that renews the lease of an ended run must not take it from the next one."""
-    clock = FakeClock()
-    old, new = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
-    assert not old.renew()
-    old.ensure()
-    clock.seconds += 100
-    assert old.renew()
-    clock.seconds += 100
-    assert old.held()
-    assert new.ensure() == 2
-    assert not old.renew()
-    assert new.held()
-
-
 def test_a_lease_is_kept_from_a_thread_until_it_is_lost(tmp_path: Path) -> None:
     def newest() -> LeaseRecord:
         found = lease.newest()
@@ -322,27 +306,3 @@ def test_a_holder_with_a_jumping_clock_keeps_renewing(tmp_path: Path) -> None:
                 waiting.ensure()
             clock.seconds += 10
             others.seconds += 10
-
-
-def test_of_many_processes_that_want_a_free_lease_one_gets_it(tmp_path: Path) -> None:
-    program = (
-        "import sys; from tierckpt.storage.persistent import LeaseHeldError, PersistentStore\n"
-        "lease = PersistentStore(sys.argv[1]).lease(sys.argv[2], sys.argv[2])\n"
-        "print('ready', flush=True); sys.stdin.readline()\n"
-        "try: print('got', lease.ensure(), flush=True)\n"
-        "except LeaseHeldError: print('refused', flush=True)\n"
-    )
-    racers = [python(program, tmp_path, f"{i}{i}{i}{i}") for i in range(4)]
-    try:
-        for racer in racers:
-            assert racer.stdout is not None
-            assert racer.stdout.readline() == "ready\n"
-        for racer in racers:
-            assert racer.stdin is not None
-            racer.stdin.write("go\n")
-            racer.stdin.flush()
-        said = sorted(racer.stdout.readline() for racer in racers if racer.stdout)
-    finally:
-        for racer in racers:
-            end(racer)
-    assert said == ["got 1\n", "refused\n", "refused\n", "refused\n"]

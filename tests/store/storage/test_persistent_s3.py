@@ -27,7 +27,6 @@ from tierckpt.storage.persistent import (
     ObstoreBackend,
     PersistentError,
     PersistentStore,
-    RetentionPolicy,
     RetryPolicy,
     ShardSource,
     SystemClock,
@@ -102,7 +101,6 @@ def objects(folder: Path) -> list[Path]:
 
 UPLOAD_KILLS = [f"op=put,hit={hit}" for hit in (1, 2, 3)]
 """One part is durable or not, or both are; the third put is the records'."""
-OBJECT_REMOVAL_KILLS = ["op=put", "op=delete,hit=1", "op=delete,hit=2", "op=delete,hit=3"]
 
 
 def killed(does: str, at: str, folder: Path) -> None:
@@ -137,26 +135,6 @@ def test_a_flush_killed_among_parts_is_repeated_and_leaves_nothing_beside(
     assert parts == [LARGE_PAGES * 4096 - PART_BYTES, PART_BYTES]
     assert store.retire(name_of(key_of(1)))
     assert not objects(tmp_path)
-    store.close()
-
-
-@pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("at", OBJECT_REMOVAL_KILLS)
-def test_a_removal_that_was_killed_is_finished_by_the_next(
-    at: str, endpoint: str, url: str, tmp_path: Path
-) -> None:
-    store = PersistentStore(url, **s3_options(endpoint))
-    names = [name_of(key_of(version)) for version in (1, 2)]
-    for version in (1, 2):
-        key = key_of(version)
-        source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
-        store.flush(facts_of(key), 1 << 20, [source])
-    killed("store.retire(p.name_of(key))", at, tmp_path)
-    store.retain(RetentionPolicy(keep_last=1), names[1])
-    assert store.versions() == [names[1]]
-    assert store.incomplete() == store.retired() == []
-    assert list(store.backend.sizes(names[0].stem)) == [], "nothing of v1 is left"
-    store.open_shard(names[1], 0).verify()
     store.close()
 
 
@@ -253,17 +231,6 @@ def test_an_error_in_the_middle_of_a_flush_names_the_remedy(
     store.close()
 
 
-def test_a_missing_bucket_is_named(endpoint: str) -> None:
-    store = PersistentStore("s3://nobody-made-this/x", **s3_options(endpoint))
-    with pytest.raises(PersistentError, match=r"no bucket 'nobody-made-this'.*create the bucket"):
-        store.versions()  # otherwise a mistyped one would be a fresh start
-    key = key_of(1)
-    source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
-    with pytest.raises(PersistentError, match=r"s3://nobody-made-this/x.*create the bucket"):
-        store.flush(facts_of(key), 1 << 20, [source])
-    store.close()
-
-
 def test_a_corrupted_object_is_found(endpoint: str, tmp_path: Path, url: str) -> None:
     shards = Shards(url, **s3_options(endpoint))
     key = key_of(1)
@@ -276,17 +243,6 @@ def test_a_corrupted_object_is_found(endpoint: str, tmp_path: Path, url: str) ->
     with pytest.raises(CorruptShardError, match="differ from their checksum"):
         shards.store.open_shard(name, 0).verify()
     shards.store.close()
-
-
-def test_of_two_jobs_at_one_url_one_is_refused(backend: ObstoreBackend) -> None:
-    clock = SystemClock()
-    first = Lease(backend, "1111", "job one", clock)
-    second = Lease(backend, "2222", "job two", clock)
-    assert first.ensure() == 1
-    with pytest.raises(LeaseHeldError, match="in use by job one"):
-        second.ensure()
-    first.release()
-    assert second.ensure() == 1
 
 
 def test_a_race_for_a_free_lease_has_one_winner(proxy: Proxy, url: str) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -156,47 +152,6 @@ def test_two_that_commit_at_once_write_the_same(
 # --- killed, cancelled, superseded ---------------------------------------------------------------
 
 
-def test_a_flush_that_was_killed_is_resumed_and_durable_shards_are_not_written_again(
-    store: PersistentStore, tmp_path: Path, options: dict[str, bool]
-) -> None:
-    program = (
-        "import sys, json; from pathlib import Path\n"
-        "from tests.store.storage import test_persistent_store as t\n"
-        "store = t.made(Path(sys.argv[1]), json.loads(sys.argv[2]))\n"
-        "store.flush(t.facts(1), t.LARGEST_BYTES, t.sources(1))\n"
-    )
-    hit = 3 if options else 5  # in the third of three files, or the third of five shards
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), json.dumps(options)],
-        env={**os.environ, "TIERCKPT_FAULTS": f"kill@file:op=fsync,hit={hit}"},
-        timeout=60,
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert store.versions() == []
-    durable = len(source(1, 0).image) + len(source(1, 1).image)
-    durable += 0 if not options else len(source(1, 2).image) + len(source(1, 3).image)
-    result = store.flush(facts(1), LARGEST_BYTES, sources(1))
-    assert result.committed
-    assert result.reused_bytes == durable
-    assert result.written_bytes == sum(len(s.image) for s in sources(1)) - durable
-    check(store, 1)
-    store.clean()
-    assert not [p for p in tmp_path.rglob(".*")], "a temporary file is left"
-
-
-def test_a_version_that_the_last_writer_left_open_is_finished_by_any_rank(
-    store: PersistentStore,
-) -> None:
-    with (
-        injected("eio@file:op=rename,target=v0000000001.g000001.of00005.5eed.manifest"),
-        pytest.raises(PersistentError),
-    ):
-        store.flush(facts(1), LARGEST_BYTES, sources(1))
-    assert store.versions() == []
-    assert store.flush(facts(1), LARGEST_BYTES, []).committed
-    check(store, 1)
-
-
 def test_a_superseded_flush_ends_between_two_windows(store: PersistentStore) -> None:
     seen: list[int] = []
     pace = FlushPacer(superseded=lambda: len(seen) >= 2)
@@ -335,38 +290,6 @@ def test_files_of_a_removed_version_that_a_reader_keeps_are_removed_later(tmp_pa
     assert store.retired() == store.incomplete() == []
 
 
-def test_a_version_is_given_up_unless_it_exists(store: PersistentStore) -> None:
-    store.flush(facts(1), LARGEST_BYTES, sources(1))
-    store.flush(facts(2), LARGEST_BYTES, sources(2, [0]))
-    assert not store.give_up(name(1))
-    check(store, 1)
-    assert store.retired() == []
-    assert store.give_up(name(2))
-    assert store.incomplete() == []
-
-
-@pytest.mark.parametrize("hit", range(1, 40))
-def test_a_removal_cut_short_is_finished_and_never_leaves_a_manifest_alone(
-    tmp_path: Path, hit: int
-) -> None:
-    store = made(tmp_path, {})
-    for version in (1, 2):
-        store.flush(facts(version), LARGEST_BYTES, sources(version))
-    with injected(f"eio@file:hit={hit}") as rules, contextlib.suppress(PersistentError):
-        assert store.retire(name(1))
-    if not rules[0].hits >= hit:
-        assert hit > 10
-        assert store.versions() == [name(2)]
-        return
-    if name(1) in store.versions():
-        check(store, 1)
-    check(store, 2)
-    store.retain(RetentionPolicy(keep_last=1), name(2))
-    assert store.versions() == [name(2)]
-    assert store.incomplete() == store.retired() == []
-    check(store, 2)
-
-
 @pytest.mark.parametrize("at", range(1, 60))
 def test_a_removal_at_any_moment_of_a_commit_leaves_no_manifest_without_shards(
     tmp_path: Path, at: int
@@ -415,17 +338,6 @@ def test_a_version_marked_as_retired_does_not_come_to_be(
     with pytest.raises(FlushCancelledError, match="retired"):
         store.flush(facts(1), LARGEST_BYTES, sources(1, [4]))
     assert store.versions() == []
-
-
-def test_a_reader_reads_on_while_its_version_is_removed(tmp_path: Path) -> None:
-    store = made(tmp_path, {})
-    store.flush(facts(1), LARGEST_BYTES, sources(1))
-    (file,) = tmp_path.rglob("00000of00003.shards")
-    with file.open("rb") as reading:
-        store.retire(name(1))
-        assert bytes(source(1, 1).image) in reading.read()
-    with pytest.raises(FileNotFoundError):
-        store.open_shard(name(1), 1)
 
 
 # --- places that fail ----------------------------------------------------------------------------

@@ -92,19 +92,18 @@ def test_pin_waits_for_versions_in_progress(job: Any) -> None:
         assert first.checkpointer.pin(2) == ("local", "persistent")
 
 
-@pytest.mark.parametrize("agent", ["inline", "process"])
 def test_a_version_is_pinned_before_it_continues_to_the_persistent_level(
-    agent: str, job: Any, tmp_path: Path
+    job: Any, tmp_path: Path
 ) -> None:
     """Only the next boundary has it flushed; the one after that would have it removed."""
-    with job(agent=agent) as first:
+    with job(agent="process") as first:
         first.run(2)
         first.settle()
         assert first.checkpointer.pin(2) == ("local",)
         first.run(6)
     assert on_persistent(tmp_path / "shared") == [2, 6]
     assert [n.id.version for n in PersistentStore(str(tmp_path / "shared")).pinned()] == [2]
-    with job(agent=agent) as second:
+    with job(agent="process") as second:
         second.restore()
         assert second.checkpointer.unpin(2) == ("local", "persistent")
         second.run(8)

@@ -329,43 +329,6 @@ def settings(shm_dir: Path) -> dict[str, Any]:
     return {"shm_dir": str(shm_dir), "local_in_place": True}
 
 
-def bytes_in(*folders: Path) -> int:
-    """Bytes of all files there, each counted once however many names it has."""
-    found = {}
-    for folder in folders:
-        for path in folder.rglob("*"):
-            at = path.lstat()
-            if path.is_file() and not path.is_symlink():
-                found[at.st_dev, at.st_ino] = 512 * at.st_blocks
-    return sum(found.values())
-
-
-def test_each_version_is_in_memory_once(
-    small_tmpfs: Path, shm_dir: Path, settings: dict[str, Any]
-) -> None:
-    """Two slots, the same two versions committed, and at most two files between two owners."""
-    used, image_bytes = {}, 0
-    for in_place in (True, False):
-        path = small_tmpfs / str(in_place)
-        with TinyJob(path, **{**settings, "local_in_place": in_place}) as job:
-            for step in range(1, 3 * STEPS):
-                job.run(step)
-                if step > STEPS:
-                    job.settle()
-                    now = bytes_in(shm_dir, path)
-                    used[in_place] = max(used.get(in_place, 0), now)
-            image_bytes = job.heard("committed", "local")[-1].nbytes
-            said = [e.message for e in job.heard("notice") if "without a copy" in e.message]
-            assert len(said) == int(in_place)
-            assert not job.heard("failed")
-            keys = LocalStore(path).keys()
-            shared = [LocalStore(path)._data(k).stat().st_nlink for k in keys]
-            assert (max(shared) == 2) == in_place
-    small = 16 * PAGE_BYTES  # seal areas and manifests
-    assert used[True] <= 5 * image_bytes + small, "slots, local_keep_last, one given back"
-    assert used[False] >= used[True] + image_bytes - small
-
-
 def test_a_killed_job_finds_it_in_memory_and_a_rebooted_one_on_local(
     small_tmpfs: Path, shm_dir: Path, settings: dict[str, Any], marks: Path
 ) -> None:

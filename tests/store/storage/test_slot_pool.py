@@ -64,13 +64,6 @@ def fill(pool: SlotPool, version: int, protected: set[VersionId] | None = None) 
     return slot
 
 
-def test_slots_are_used_in_turn(pool: SlotPool) -> None:
-    slots = [fill(pool, version).name for version in range(1, 7)]
-    assert slots == ["r00000.0", "r00000.1"] * 3
-    assert pool.find(v(6)) is not None
-    assert pool.find(v(4)) is None
-
-
 def test_a_chosen_slot_is_void_from_that_instant(pool: SlotPool) -> None:
     for version in (1, 2):
         fill(pool, version)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,10 +24,8 @@ from tierckpt.storage import (
     Slot,
     holder,
     job_id_of,
-    lock_shared,
     read_seal,
     seal_area_bytes,
-    unlock,
 )
 
 SEAL_BYTES = seal_area_bytes(1)
@@ -75,19 +72,6 @@ def test_the_image_is_as_large_as_asked_for_and_apart_from_the_seal(slot: Slot) 
         assert len(image) == slot.image_bytes == IMAGE_BYTES
         image[:] = b"\xff" * IMAGE_BYTES
     assert slot.manifest() == manifest()
-
-
-def test_a_successor_opens_the_remaining_slots(slot: Slot) -> None:
-    slot.seal(manifest(3).encode())
-    with slot.image() as image:
-        image[-4:] = b"tail"
-    assert slot.path is not None
-    other = Slot.open(slot.path)
-    assert other is not None
-    assert other.manifest() == manifest(3)
-    with other.image() as image:
-        assert image[-4:] == b"tail"
-    other.close()
 
 
 def test_a_writer_killed_while_sealing_leaves_a_seal_or_none(slot: Slot) -> None:
@@ -164,12 +148,6 @@ def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
         reader.kill()
         end(reader)
     assert not slot.in_use_elsewhere(), "the kernel lets go for it"
-
-
-def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
-    lock_shared(slot.fd)
-    assert not slot.in_use_elsewhere()
-    unlock(slot.fd)
 
 
 # --- their owners --------------------------------------------------------------------------------
@@ -255,21 +233,6 @@ def test_a_directory_among_the_files_of_dead_ranks_and_jobs_disturbs_nobody(
     job.remove_orphans()
     assert [path.name for path in job.path.iterdir()] == [name]
     assert [path.name for path in dead.path.iterdir()] == [name]
-
-
-def test_a_rank_that_was_killed_is_free_at_once(
-    job: JobDirectory, living: subprocess.Popen[str]
-) -> None:
-    living.send_signal(signal.SIGKILL)
-    job.unlock_rank(job.lock_rank(0))
-
-
-def test_a_dying_rank_is_waited_for(job: JobDirectory, living: subprocess.Popen[str]) -> None:
-    killer = python(
-        "import sys, os, time; time.sleep(0.3); os.kill(int(sys.argv[1]), 9)", living.pid
-    )
-    job.unlock_rank(job.lock_rank(0, patience_seconds=60))
-    end(killer)
 
 
 def test_only_its_owner_may_look_into_a_jobs_folder(job: JobDirectory) -> None:

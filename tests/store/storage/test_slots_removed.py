@@ -21,8 +21,7 @@ def one_slot(job: TinyJob) -> None:
     job.checkpointer._resources.job.segments()[0].unlink()
 
 
-@pytest.mark.parametrize("agent", ["process", "inline"])
-@pytest.mark.parametrize("remove", [everything, one_slot])
+@pytest.mark.parametrize(("remove", "agent"), [(everything, "process"), (one_slot, "inline")])
 def test_slots_are_made_again_and_the_end_is_durable(
     remove: Callable[[TinyJob], None], agent: str, path: Path, shm_dir: Path
 ) -> None:

@@ -14,7 +14,6 @@ from tests.support.s3_server import Proxy
 from tierckpt.cli import run_command
 from tierckpt.config import STORAGE_OPTIONS
 from tierckpt.errors import RestoreError
-from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
 VARIABLE = f"TIERCKPT_{STORAGE_OPTIONS.upper()}"
@@ -137,18 +136,6 @@ def test_a_job_does_not_start_afresh_beside_files_that_it_may_not_see(
         restored = third.restore()
     assert restored.levels == {"local": 1}
     assert any("credentials" in text for text in restored.rejected)
-
-
-def test_the_command_finds_them_in_the_environment(
-    job: Any, url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, json.dumps(s3_options(endpoint)))
-    with job(agent="inline") as first:
-        first.run(1)
-    assert run_command(["pin", url, "1"]) == 0
-    store = PersistentStore(url, **s3_options(endpoint))
-    assert [name.id.version for name in store.pinned()] == [1]
-    store.close()
 
 
 def test_a_directory_takes_some_of_its_own(job: Any, tmp_path: Path) -> None:

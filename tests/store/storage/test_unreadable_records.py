@@ -98,7 +98,11 @@ def left(request: pytest.FixtureRequest, tmp_path: Path, shm_dir: Path) -> Left:
     return Left(request.param, tmp_path, shm_dir)
 
 
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize(
+    ("left", "obstacle"),
+    [*zip(2 * ["local", "persistent"], OBSTACLES, strict=True)],
+    indirect=["left"],
+)
 def test_no_fresh_start_beside_records_that_cannot_be_read(obstacle: str, left: Left) -> None:
     for path in left.records():
         path.unlink()
@@ -108,7 +112,11 @@ def test_no_fresh_start_beside_records_that_cannot_be_read(obstacle: str, left: 
     assert f"v{STEPS}" in text or f"v{STEPS:010d}" in text
 
 
-@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize(
+    ("left", "obstacle"),
+    [*zip(2 * ["persistent", "local"], OBSTACLES, strict=True)],
+    indirect=["left"],
+)
 def test_one_unreadable_record_is_reported_and_the_previous_version_is_taken(
     obstacle: str, left: Left
 ) -> None:
