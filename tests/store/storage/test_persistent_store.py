@@ -77,9 +77,7 @@ def store(tmp_path: Path, options: dict[str, bool]) -> PersistentStore:
 
 
 def made(place: Path, options: dict[str, bool]) -> PersistentStore:
-    return PersistentStore(
-        str(place), shards_per_group=2, retry=RetryPolicy(tries=1), read_back=True, **options
-    )
+    return PersistentStore(str(place), shards_per_group=2, retry=RetryPolicy(tries=1), **options)
 
 
 def check(store: PersistentStore, version: int) -> None:
@@ -153,7 +151,7 @@ def test_two_that_commit_at_once_write_the_same(
     check(store, 1)
 
 
-# --- killed, cancelled, superseded ---------------------------------------------------------------
+# --- killed, cancelled ---------------------------------------------------------------------------
 
 
 def test_a_flush_that_was_killed_is_resumed_and_durable_shards_are_not_written_again(
@@ -197,15 +195,15 @@ def test_a_version_that_the_last_writer_left_open_is_finished_by_any_rank(
     check(store, 1)
 
 
-def test_a_superseded_flush_ends_between_two_windows(store: PersistentStore) -> None:
+def test_a_cancelled_flush_ends_between_two_windows(store: PersistentStore) -> None:
     seen: list[int] = []
-    pace = FlushPacer(superseded=lambda: len(seen) >= 2)
+    pace = FlushPacer(cancelled=lambda: len(seen) >= 2)
 
     def counted(nbytes: int) -> None:
         pace(nbytes)
         seen.append(nbytes)
 
-    with pytest.raises(FlushCancelledError, match="superseded"):
+    with pytest.raises(FlushCancelledError, match="given up"):
         store.flush(facts(1), LARGEST_BYTES, sources(1), counted)
     assert len(seen) == 2
     assert store.versions() == []
