@@ -160,14 +160,8 @@ class PersistentConfig:
     """Also keep this number of best versions, as `local_keep_best` does; 0: none."""
     bytes_per_second: float = 0.0
     """Limit of each node's rate; 0: no limit."""
-    nodes_at_once: int = 0
-    """Number of nodes that flush at the same time, in turns; 0: no limit."""
     shards_per_file: int = 64
     """Number of ranks' shards that share a file."""
-    read_back: bool = False
-    """Read every byte again before a version is declared complete."""
-    drop_superseded: bool = False
-    """Give up a flush when a newer version is waiting for it, at most twice in a row."""
     codecs: str = ""
     """Codecs of this level, as `local_codecs`, which are undone first; empty: none."""
     storage_options: str = field(default="", repr=False)
@@ -390,8 +384,7 @@ def check(config: Config) -> None:
     at_least("persistent_shards_per_file", persistent.shards_per_file, 1)
     for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
         at_least(f"persistent_{name}", getattr(persistent, name), 0)
-    for name in ("bytes_per_second", "nodes_at_once"):
-        at_least(f"persistent_{name}", getattr(persistent, name), 0)
+    at_least("persistent_bytes_per_second", persistent.bytes_per_second, 0)
     _check_protected(config)
     _check_codecs(config)
     _check_exporters(config)

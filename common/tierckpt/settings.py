@@ -209,15 +209,8 @@ class Settings(TypedDict, total=False):
     """Also keep this number of best versions, as `local_keep_best` does; 0: none. Default: `0`."""
     persistent_bytes_per_second: float
     """Limit of each node's rate; 0: no limit. Default: `0.0`."""
-    persistent_nodes_at_once: int
-    """Number of nodes that flush at the same time, in turns; 0: no limit. Default: `0`."""
     persistent_shards_per_file: int
     """Number of ranks' shards that share a file. Default: `64`."""
-    persistent_read_back: bool
-    """Read every byte again before a version is declared complete. Default: `False`."""
-    persistent_drop_superseded: bool
-    """Give up a flush when a newer version is waiting for it, at most twice in a row. Default:
-    `False`."""
     persistent_codecs: str
     """Codecs of this level, as `local_codecs`, which are undone first; empty: none. Default:
     `""`."""

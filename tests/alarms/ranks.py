@@ -27,7 +27,7 @@ import ddp_ckpt
 import tierckpt
 from tests.alarms.scripts import SCRIPTS
 from tests.dist.state.test_state_matrix import ALIKE, NOT_BY_DDP, says
-from tests.store.state.test_optimizer_fleet import OTHERS, TORCHS
+from tests.store.state.test_optimizer_fleet import OTHERS, torchs
 from tests.support import exact
 from tests.support.parts import monitor_of
 from tests.support.state_matrix.jobs import Job
@@ -90,7 +90,7 @@ def made(name: str, seed: int) -> Script:
             job.wrapper = DistributedDataParallel(job.model, find_unused_parameters=True)
         script = of_job(job)
     else:
-        ship = (TORCHS if kind == "torch" else OTHERS)[which]()
+        ship = (torchs() if kind == "torch" else OTHERS)[which]()
         model = Indexed(ship.model)
         script = Script(
             lambda iteration: ship.iterate(model, ship.optimizer), model, ship.optimizer, {}
@@ -102,7 +102,7 @@ def made(name: str, seed: int) -> Script:
 def names() -> list[str]:
     every = [f"script: {name}" for name in SCRIPTS]
     every += [f"matrix: {name}" for name in (*CASES, *PRODUCT)]
-    every += [f"torch: {name}" for name in TORCHS]
+    every += [f"torch: {name}" for name in torchs()]
     every += [f"pytorch_optimizer: {name}" for name in OTHERS]
     return [name for name in every if not any(part in name for part in NOT_MANY)]
 

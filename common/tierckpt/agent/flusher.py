@@ -24,7 +24,7 @@ from functools import partial
 from tierckpt._text import error_text
 from tierckpt.codecs.codec import CodecError, Pipeline
 from tierckpt.codecs.shard_coding import Base, Chain, Decoder, Encoder, Plain, Read, cut
-from tierckpt.core.levels import MAX_SUPERSEDED, PERSISTENT
+from tierckpt.core.levels import PERSISTENT
 from tierckpt.core.retention import milestones
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ShardKey, VersionName
@@ -43,7 +43,6 @@ from tierckpt.storage.persistent import (
     RetentionPolicy,
     RetryPolicy,
     Throttle,
-    TimeSlots,
 )
 from tierckpt.storage.persistent.backend import (
     NAP_SECONDS,
@@ -535,7 +534,7 @@ class Flusher:
                 self._open(order).give_up(order.name)
             if lacks_room(error):  # no complete version would ever trigger retention
                 self._retain(order, complete=False)
-        superseded = isinstance(error, FlushCancelledError) and self._superseded()
+        superseded = isinstance(error, FlushCancelledError) and self._cancelled
         return FlushFailed(order.id, error_text(error), superseded)
 
     def _exists(self, order: FlushOrder) -> bool:
@@ -618,13 +617,12 @@ class Flusher:
         if settings.bytes_per_second and self._throttle is None:
             now = self._clock.monotonic()
             self._throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, now)
-        turns = TimeSlots(settings.node, settings.nodes, settings.nodes_at_once)
 
         def keep() -> None:
             lease.keep()
             self._note_progress()
 
-        return FlushPacer(self._throttle, turns, self._superseded, keep, self._clock)
+        return FlushPacer(self._throttle, self._is_cancelled, keep, self._clock)
 
     def _counted(self, pacer: FlushPacer, total_bytes: int) -> Callable[[int], None]:
         """The pacer, which also counts the bytes of this attempt."""
@@ -641,7 +639,7 @@ class Flusher:
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings
-        how = (settings.shards_per_file, settings.read_back, retry, self._sleep, self._retried)
+        how = (settings.shards_per_file, retry, self._sleep, self._retried)
         return PersistentStore(settings.path, *how, **settings.options())
 
     def _open(self, order: FlushOrder) -> PersistentStore:
@@ -676,7 +674,7 @@ class Flusher:
                 waited_seconds = self._clock.monotonic() - start
                 # A newer version is enough; but of many nodes some come before the first one, in
                 # every run, and its lease is about to be there.
-                soon = not (held or self._lease.was_held or self._superseded())
+                soon = not (held or self._lease.was_held or self._cancelled)
                 if waited_seconds >= patience_seconds or (self._orders and not soon):
                     raise
                 if held:
@@ -697,9 +695,8 @@ class Flusher:
         would fill the place while one node keeps failing.
 
         The last two are exempt: with `when_busy="wait"` other nodes may still flush the last one,
-        and at the job's end, where waiting versions are ordered at once, the one before it. Exempt
-        are also those that other nodes may still give up for newer ones. The first node removes a
-        version; if it cannot, the second does so one version later, and so on.
+        and at the job's end, where waiting versions are ordered at once, the one before it. The
+        first node removes a version; if it cannot, the second does so one version later, and so on.
         """
         self._unproved = [n for n in self._unproved if n.run_id == order.name.run_id]
         others = [n for n in self._unproved if n != order.name]  # the present one may be retried
@@ -708,30 +705,26 @@ class Flusher:
         if store.exists(others[-1]):
             self._unproved.clear()
             return
-        drops = self.settings.drop_superseded
-        if len(others) <= STILL_UNDER_WAY + self.settings.node + (MAX_SUPERSEDED if drops else 0):
+        if len(others) <= STILL_UNDER_WAY + self.settings.node:
             return
         self._unproved.remove(others[0])
         if others[0] not in store.incomplete() or not store.give_up(others[0]):
             return
-        if not drops:  # else it was given up as planned
-            self._warn(
-                f"v{others[0].id.version} is not complete in {store.url}, though this node's part "
-                "was stored: another node fails, or sees another place. The parts of the version "
-                "are removed"
-            )
+        self._warn(
+            f"v{others[0].id.version} is not complete in {store.url}, though this node's part was "
+            "stored: another node fails, or sees another place. The parts of the version are "
+            "removed"
+        )
 
     # --- waiting and warnings ------------------------------------------------------------------
 
-    def _superseded(self) -> bool:
-        return self._cancelled or (self.settings.drop_superseded and bool(self._orders))
+    def _is_cancelled(self) -> bool:
+        return self._cancelled
 
     def _sleep(self, seconds: float) -> None:
         """Wait between two attempts of a call to the store. The lease is not renewed: another call
         does so."""
-        FlushPacer(superseded=self._superseded, keep=self._note_progress, clock=self._clock).sleep(
-            seconds
-        )
+        FlushPacer(None, self._is_cancelled, self._note_progress, self._clock).sleep(seconds)
 
     def _pause(self, seconds: float) -> None:
         """Wait until the time is over, or a newer version waits."""

@@ -198,7 +198,6 @@ class PersistentSettings(PersistentConfig):
     """The persistent level's settings, and which of the job's nodes this one is."""
 
     node: int = 0
-    nodes: int = 1
     best: str = "lowest"
     """The job's setting, see `Config.best`."""
 

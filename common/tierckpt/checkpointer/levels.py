@@ -55,7 +55,6 @@ from tierckpt.core.levels import (
     INTERVALS,
     LEDGERS,
     LOCAL,
-    MAX_SUPERSEDED,
     MEMORY,
     PEER,
     PERSISTENT,
@@ -227,15 +226,12 @@ class Backlog:
     ) -> None:
         """`passed_over` is called with a dropped version, and the reason."""
         self._agent, self._agreement, self._passed_over = agent, agreement, passed_over
-        self._drops_superseded = config.persistent.drop_superseded
         self._patient = config.when_busy == "wait"
         self.restart()
 
     def restart(self) -> None:
         """Forget the version that waits: it is another run's."""
         self._waiting: tuple[VersionId, FlushOrder | None] | None = None
-        self._superseded = 0
-        """Flushes in a row that were ordered while an earlier one was in progress."""
 
     @property
     def versions(self) -> set[VersionId]:
@@ -277,14 +273,7 @@ class Backlog:
     def advance(self) -> None:
         """Flush the waiting version if it may go now. Called at every boundary, when the votes have
         shown which nodes have ended the last flush."""
-        under_way = bool(self._agreement.persistent.open)
-        if self._waiting is None:
-            return
-        if not under_way:
-            self._superseded = 0
-            self.flush_last()
-        elif self._drops_superseded and self._superseded < MAX_SUPERSEDED:
-            self._superseded += 1
+        if self._waiting is not None and not self._agreement.persistent.open:
             self.flush_last()
 
     def flush_last(self) -> None:
@@ -480,7 +469,7 @@ def agent_client(
     persistent = None
     if config.uses("persistent"):
         level = dataclasses.asdict(config.persistent)
-        where = {"node": node.index, "nodes": node.count, "best": config.best}
+        where = {"node": node.index, "best": config.best}
         persistent = PersistentSettings(**{**level, **where})
     return AgentClient(
         AgentSettings(

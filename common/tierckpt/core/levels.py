@@ -27,7 +27,6 @@ __all__ = [
     "INTERVALS",
     "LEDGERS",
     "LOCAL",
-    "MAX_SUPERSEDED",
     "MEMORY",
     "PEER",
     "PENDING",
@@ -44,11 +43,6 @@ __all__ = [
     "place_of",
     "superseded_by",
 ]
-
-MAX_SUPERSEDED = 2
-"""Number of flushes in a row that newer versions may replace; without a limit none might complete.
-"""
-
 
 PENDING, DONE, BROKEN = 0, 1, -1
 """State of one version on one level at one rank. The minimum over ranks is the version's state:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.support import exact
 from tests.support.training import Place, attach, make_job, rank, restored_into, train
-from tierckpt.agent.flusher import MAX_SUPERSEDED
-from tierckpt.storage.persistent import PersistentStore, TimeSlots
+from tierckpt.storage.persistent import PersistentStore
 
 STEPS = 9
 
@@ -135,44 +133,3 @@ def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
         assert told["replicated"] == before[0]["replicated"]
         if now == 3:
             assert told["digest"] == before[number]["course"][STEPS]
-
-
-def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str, Any]:
-    """Version after version becomes due; the second node may not send anything yet."""
-    job, waiting, last = make_job(), rank() == 1, 5
-    own = {"node": f"node{rank()}", "agent": "inline", "persistent_every_steps": 1000}
-    more = {**own, "persistent_drop_superseded": True, "when_busy": "skip"}
-    attached = attach(job, place, **settings(shared, **more))
-    ckpt = attached.ckpt
-    with pytest.MonkeyPatch.context() as patch:
-        if waiting:
-            patch.setattr(TimeSlots, "wait_seconds", lambda *_: 0.01)
-        for version in range(1, last + 1):
-            train(job, ckpt, range(version - 1, version))
-            ckpt.save(now=True)
-            if waiting and 2 <= version <= 1 + MAX_SUPERSEDED:
-                attached.await_event("persistent", version - 1, "skipped")
-            if not waiting and version <= 1 + MAX_SUPERSEDED:
-                attached.await_event("persistent", version, "committed")
-            dist.barrier()
-        assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
-    # Close orders the waiting version, whatever is under way.
-    attached.await_event("persistent", 3, "committed")
-    ckpt.close()
-    return {
-        "flushed": attached.versions("committed", "persistent"),
-        "skipped": attached.versions("skipped", "persistent"),
-        "failed": attached.versions("failed", "persistent"),
-    }
-
-
-def test_of_flushes_that_newer_ones_overtake_the_third_is_completed(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
-    zero, one = ranks(2).run(with_one_node_that_waits_for_its_turn, place, shared)
-    assert one == {"flushed": [3, 5], "skipped": [1, 2, 4], "failed": []}
-    assert zero == {"flushed": [1, 2, 3, 5], "skipped": [4], "failed": []}
-    store = PersistentStore(shared)
-    assert [name.id.version for name in store.versions()] == [3, 5]
-    assert store.incomplete() == [], "of those that were given up nothing stays"

@@ -26,7 +26,6 @@ from tierckpt.agent import flusher as flusher_module
 from tierckpt.agent.flusher import (
     LEASE_PATIENCE_SECONDS,
     MAX_ROUNDS,
-    MAX_SUPERSEDED,
     ROUND_SECONDS,
     STILL_UNDER_WAY,
 )
@@ -39,7 +38,6 @@ from tierckpt.storage.persistent import (
     PersistentStore,
     PosixBackend,
     ShardSource,
-    TimeSlots,
     VersionName,
 )
 from tierckpt.testing import content_of, injected, manifest_of
@@ -236,7 +234,7 @@ def pins(place: Path) -> list[int]:
 def test_the_node_that_completes_a_version_pins_it_as_it_is_on_local(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
-    zero, one = node(nodes=2, keep_last=1), node(node=1, nodes=2, keep_last=1)
+    zero, one = node(keep_last=1), node(node=1, keep_last=1)
     wanted = pinned_on_local(tmp_path, 1, 0)
     zero.flush(wanted)
     assert pins(place) == []
@@ -297,16 +295,16 @@ def test_a_flush_that_waits_on_purpose_makes_progress_and_one_to_a_hanging_store
             assert resume.wait(PATIENCE_SECONDS)
         write_at(backend, *rest)
 
-    zero = node(nodes=2, nodes_at_once=1)
+    monkeypatch.setattr("tierckpt.agent.flusher.WINDOW_BYTES", 1)  # which may come at once
+    zero = node(bytes_per_second=100.0)
     made = zero.flusher.progress_at
-    clock.seconds += 10.0 - clock.seconds % 10.0 + 6.0  # the other node's turn
     clock.meanwhile = lambda: looks.append(zero.flusher.progress_at)
     with monkeypatch.context() as patch:
         patch.setattr(PosixBackend, "write_at", write)
         zero.start(order(1))
         assert hangs.wait(PATIENCE_SECONDS)
         assert len(looks) > 3
-        assert made < looks[0] < looks[-1], "while it waits for its turn"
+        assert made < looks[0] < looks[-1], "while it waits for its share of the rate"
         assert zero.flusher.progress_at == looks[-1], "and no more"
         quiet = zero.flusher.quiet_seconds()
         assert quiet > 0
@@ -315,27 +313,6 @@ def test_a_flush_that_waits_on_purpose_makes_progress_and_one_to_a_hanging_store
         zero.wait()
     assert zero.answers[-1].complete
     assert zero.flusher.quiet_seconds() == 0, "nothing is under way"
-
-
-def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
-    node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each waits for its own turn, whenever it starts."""
-    turns: list[int] = []
-    write_at = PosixBackend.write_at
-
-    def write(backend: PosixBackend, *rest: Any) -> None:
-        write_at(backend, *rest)
-        turns.append(int(clock.now() / TimeSlots.turn_seconds) % 2)
-
-    monkeypatch.setattr(PosixBackend, "write_at", write)
-    nodes = [node(node=n, nodes=2, nodes_at_once=1) for n in range(2)]
-    for version in (1, 2):
-        for n in range(2):
-            turns.clear()
-            nodes[n].flush(order(version, n))
-            assert set(turns) == {n}
-        clock.seconds += TimeSlots.turn_seconds  # the first one starts in the other's turn now
 
 
 # --- passing and lasting trouble -----------------------------------------------------------------
@@ -362,9 +339,9 @@ def test_a_transient_error_is_reported_and_the_version_is_tried_again(
 def test_trouble_that_passes_too_late_costs_no_other_nodes_part(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, zero = order(1, 0), node(nodes=2)
+    wanted, zero = order(1, 0), node()
     assert not zero.flush(wanted).complete
-    broken, one = Broken(monkeypatch, errno.EIO), node(node=1, nodes=2)
+    broken, one = Broken(monkeypatch, errno.EIO), node(node=1)
     said = one.flush(order(1, 1))
     assert (type(said), said.superseded) == (FlushFailed, False)
     assert clock.passed() > (MAX_ROUNDS - 1) * ROUND_SECONDS
@@ -378,7 +355,7 @@ def test_trouble_that_passes_too_late_costs_no_other_nodes_part(
 def test_trouble_that_stays_gives_the_room_back(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero, one = node(), node(node=1)
     zero.flush(order(1, 0))
     assert len(PersistentStore(str(place)).incomplete()) == 1
     Broken(monkeypatch, errno.ENOSPC)
@@ -394,7 +371,7 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
 ) -> None:
     """Without room for one more version, none would be committed, and retention would never run."""
     zero, two = node(keep_last=3), having(order(4, 0), run_id="11fe", id=VersionId(2, 4))
-    successor = node(keep_last=1, nodes=2)
+    successor = node(keep_last=1)
     for version in (1, 2, 3):
         assert zero.flush(order(version)).complete
     zero.flusher.close()
@@ -422,26 +399,6 @@ def test_another_error_removes_nothing(
     assert versions(place) == [1, 2]
 
 
-def test_a_newer_version_ends_the_tries_of_one_that_it_supersedes(
-    node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken, zero = Broken(monkeypatch, errno.EIO), node(drop_superseded=True)
-
-    def newer() -> None:
-        broken.mended = any(type(said) is FlushFailed for said in zero.answers)
-        if ShardKey(order(2).name.id, 0, SHARDS) not in zero.held:
-            zero.start(order(2))
-
-    clock.meanwhile = newer
-    zero.start(order(1))
-    zero.wait()
-    first, second = (said for said in zero.answers if type(said) is not Problem)
-    assert (type(first), first.id.version, first.superseded) == (FlushFailed, 1, True)
-    assert (second.id.version, second.complete) == (2, True)
-    assert versions(place) == [2]
-    assert PersistentStore(str(place)).incomplete() == [], "its files are removed"
-
-
 # --- the lease -----------------------------------------------------------------------------------
 
 
@@ -466,7 +423,7 @@ def test_a_place_that_another_job_holds_is_reported_and_given_up(
 
 
 def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
-    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero, one = node(), node(node=1)
     zero.flush(order(1, 0))
     one.flush(order(1, 1))
     keeping = zero.flusher._keeper._thread
@@ -486,7 +443,7 @@ def test_no_lease_is_kept_for_dead_ranks(node: MakeNode, monkeypatch: pytest.Mon
         assert resume.wait(PATIENCE_SECONDS)
         write_at(backend, *rest)
 
-    zero = node(nodes=2)
+    zero = node()
     keeper = zero.flusher._keeper
     with monkeypatch.context() as patch:
         patch.setattr(PosixBackend, "write_at", write)
@@ -568,7 +525,7 @@ def test_the_lease_is_given_back_when_all_nodes_are_through(
     complete: bool, killed: bool, node: MakeNode, place: Path, clock: Clock
 ) -> None:
     """A job that has ended does not delay its successor on other nodes."""
-    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero, one = node(), node(node=1)
     zero.flush(order(1, 0))
     if complete:
         one.flush(order(1, 1))
@@ -595,7 +552,7 @@ def test_a_node_that_sees_another_place_writes_nothing_there(
     """Its mount point is an empty folder on its own disk."""
     unmounted = tmp_path / "mount point"
     unmounted.mkdir()
-    zero, one = node(nodes=2), node(node=1, nodes=2, place=unmounted / folder)
+    zero, one = node(), node(node=1, place=unmounted / folder)
     assert not zero.flush(order(1, 0)).complete
     said = one.flush(order(1, 1))
     assert type(said) is FlushFailed
@@ -608,7 +565,7 @@ def test_a_node_that_comes_before_the_first_one_gives_no_version_up(
     node: MakeNode, clock: Clock, place: Path
 ) -> None:
     """Of many nodes some do in every run, and the next version may be ordered at once."""
-    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero, one = node(), node(node=1)
 
     def meanwhile() -> None:
         clock.meanwhile = lambda: None
@@ -655,7 +612,7 @@ def test_a_place_mounted_in_mid_run_is_written_to(
 
 
 def test_versions_that_another_node_never_completes_are_reported(node: MakeNode) -> None:
-    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero, one = node(), node(node=1)
     for version in (1, 2, 3, 4):
         assert zero.warnings() == []
         zero.flush(order(version, 0))
@@ -675,29 +632,28 @@ def begun(place: Path) -> list[int]:
     return [name.id.version for name in (*store.incomplete(), *store.versions())]
 
 
-@pytest.mark.parametrize(("failing", "drops"), [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize("failing", [0, 1, 2])
 def test_versions_that_are_never_completed_do_not_fill_the_place(
-    failing: int, drops: bool, node: MakeNode, place: Path
+    failing: int, node: MakeNode, place: Path
 ) -> None:
     """One of three nodes fails for long; whichever it is, the others remove the unfinished
     files."""
-    nodes = [node(node=n, nodes=3, drop_superseded=drops) for n in range(3)]
+    nodes = [node(node=n) for n in range(3)]
     whole = [having(order(1, n), shards=3) for n in range(3)]
     for n in range(3):
         nodes[n].flush(whole[n])
     for version in range(2, 12):
         for n in {0, 1, 2} - {failing}:
             nodes[n].flush(having(whole[n], id=VersionId(1, version)))
-        oldest = version - STILL_UNDER_WAY - MAX_SUPERSEDED * drops
-        under_way = set(range(max(2, oldest), version + 1))
+        under_way = set(range(max(2, version - STILL_UNDER_WAY), version + 1))
         assert under_way <= set(begun(place)), "others may be at these"
     left = [version for version in begun(place) if version > 1]
     assert left == list(range(left[0], 12))
     most = STILL_UNDER_WAY + 2 if failing == 0 else STILL_UNDER_WAY + 1
-    assert len(left) <= most + MAX_SUPERSEDED * drops, left
+    assert len(left) <= most, left
     assert versions(place) == [1], "existing versions are left alone"
     told = [text for each in nodes for text in each.warnings()]
-    assert any("The parts of the version are removed" in text for text in told) != drops
+    assert any("The parts of the version are removed" in text for text in told)
     nodes[failing].flush(having(whole[failing], id=VersionId(1, 11)))
     assert 11 in versions(place)
 
@@ -707,7 +663,7 @@ def test_nodes_take_turns_to_look_for_versions_that_are_never_completed(
 ) -> None:
     """Each node a version later than the one before: listing the place from thousands of nodes at
     one moment would be a heavy load on it."""
-    nodes = [node(node=n, nodes=4) for n in range(3)]
+    nodes = [node(node=n) for n in range(3)]
     at, first = (0, 0), dict[int, int]()
     incomplete = PersistentStore.incomplete
 

@@ -191,7 +191,7 @@ def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(node: Any) -> Non
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
     """The agent is one of two nodes without the other, which takes a minute."""
     settings, session = node(0)
-    place = PersistentSettings(str(tmp_path / "far"), node=1, nodes=2)
+    place = PersistentSettings(str(tmp_path / "far"), node=1)
     killed = trainer((settings, replace(session, persistent=place)))
     pid = int(killed.stdout.readline())
     killed.stdin.write("flush\n")

@@ -73,9 +73,7 @@ def store(tmp_path: Path, options: dict[str, bool]) -> PersistentStore:
 
 
 def made(place: Path, options: dict[str, bool]) -> PersistentStore:
-    return PersistentStore(
-        str(place), shards_per_group=2, retry=RetryPolicy(tries=1), read_back=True, **options
-    )
+    return PersistentStore(str(place), shards_per_group=2, retry=RetryPolicy(tries=1), **options)
 
 
 def check(store: PersistentStore, version: int) -> None:
@@ -149,18 +147,18 @@ def test_two_that_commit_at_once_write_the_same(
     check(store, 1)
 
 
-# --- killed, cancelled, superseded ---------------------------------------------------------------
+# --- killed, cancelled ---------------------------------------------------------------------------
 
 
-def test_a_superseded_flush_ends_between_two_windows(store: PersistentStore) -> None:
+def test_a_cancelled_flush_ends_between_two_windows(store: PersistentStore) -> None:
     seen: list[int] = []
-    pace = FlushPacer(superseded=lambda: len(seen) >= 2)
+    pace = FlushPacer(cancelled=lambda: len(seen) >= 2)
 
     def counted(nbytes: int) -> None:
         pace(nbytes)
         seen.append(nbytes)
 
-    with pytest.raises(FlushCancelledError, match="superseded"):
+    with pytest.raises(FlushCancelledError, match="given up"):
         store.flush(facts(1), LARGEST_BYTES, sources(1), counted)
     assert len(seen) == 2
     assert store.versions() == []

@@ -18,19 +18,17 @@ from tierckpt.group import Node, SingleGroup
 from tierckpt.storage import directory_of_job
 
 
-def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
-    tmp_path: Path, shm_dir: Path
-) -> None:
+def test_the_flusher_knows_its_node_and_what_the_level_keeps(tmp_path: Path, shm_dir: Path) -> None:
     given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "best": "highest"}
-    shared = {"persistent_path": tmp_path / "shared", "persistent_nodes_at_once": 2}
-    config = load_config({**given, **shared, "persistent_keep_best": 1}, {})
+    shared = {"persistent_path": tmp_path / "shared", "persistent_keep_best": 1}
+    config = load_config({**given, **shared}, {})
     node = Node(index=3, count=5, ranks=(0,))
     client = agent_client(config, SingleGroup(), directory_of_job(config), node, "")
     with contextlib.closing(Agent(linger_seconds=0.0)) as agent:
         flusher = agent.flusher(client.session)
         assert flusher is not None
         settings = flusher.settings
-    assert (settings.node, settings.nodes, settings.nodes_at_once) == (3, 5, 2)
+    assert settings.node == 3
     policy = retention_policy(settings)
     assert (policy.keep_best, policy.best_is_low) == (1, False)
 

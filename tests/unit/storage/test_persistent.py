@@ -29,7 +29,6 @@ from tierckpt.format import (
 from tierckpt.storage.persistent import (
     FlushPacer,
     Throttle,
-    TimeSlots,
     VersionManifest,
     VersionName,
 )
@@ -160,32 +159,7 @@ def test_a_manifest_is_read_back_without_values_that_are_not_numbers() -> None:
     assert VersionManifest.decode(bad.encode()).facts == replace(facts, metric=None)
 
 
-# --- turns and bandwidth -----------------------------------------------------------------------
-
-turns = st.tuples(st.integers(1, 300), st.integers(1, 300), st.floats(0.5, 600))
-
-
-@given(turns, st.floats(0, 4e9))
-def test_no_more_nodes_than_allowed_flush_at_once(rule: tuple[int, int, float], now: float) -> None:
-    nodes, at_once, seconds = rule
-    busy = [n for n in range(nodes) if not TimeSlots(n, nodes, at_once, seconds).wait_seconds(now)]
-    assert len(busy) <= at_once
-
-
-@given(turns, st.data(), st.floats(0, 4e9))
-def test_every_node_has_its_turn_before_long(
-    rule: tuple[int, int, float], data: st.DataObject, now: float
-) -> None:
-    nodes, at_once, seconds = rule
-    turn = TimeSlots(data.draw(st.integers(0, nodes - 1)), nodes, at_once, seconds)
-    wait = turn.wait_seconds(now)
-    assert 0 <= wait <= (turn.count - 1) * seconds * (1 + 1e-9)
-    assert turn.count == -(-nodes // at_once)
-    assert turn.wait_seconds(now + wait + seconds / 1000) == 0.0
-
-
-def test_without_a_limit_nobody_waits() -> None:
-    assert TimeSlots(7, 1000, 0).wait_seconds(12345.6) == 0.0
+# --- bandwidth -----------------------------------------------------------------------------------
 
 
 @given(
@@ -211,31 +185,18 @@ def test_a_busy_sender_gets_all_of_its_bandwidth() -> None:
     assert now == pytest.approx(50.0)
 
 
-def test_a_pace_waits_for_its_turn_and_for_its_bandwidth() -> None:
-    clock = FakeClock()
-    clock.seconds = 0.0
-    pace = FlushPacer(Throttle(100.0, 0, 0.0), TimeSlots(1, 2, 1, 10.0), clock=clock)
-    pace(200)
-    assert clock.seconds == pytest.approx(10.0, abs=0.01), "bandwidth gathers meanwhile"
-    pace(900)
-    assert clock.seconds == pytest.approx(19.0, abs=0.01)
-    pace(200)
-    assert clock.seconds == pytest.approx(30.0, abs=0.01), "its turn was over when it might send"
-
-
-def test_a_superseded_flush_ends_while_it_waits() -> None:
+def test_a_cancelled_flush_ends_while_it_waits() -> None:
     clock, kept = FakeClock(), []
     first = clock.now()
-    pace = FlushPacer(
-        turns=TimeSlots(1, 1000, 1, 60.0),
-        superseded=lambda: clock.now() > first + 3,
-        keep=lambda: kept.append(clock.now()),
-        clock=clock,
-    )
-    clock.seconds = first = 120_060.5 - 3600  # far from its turn
-    with pytest.raises(FlushCancelledError, match="superseded"):
-        pace(1)
-    assert clock.now() <= first + 4
+    throttle = Throttle(1.0, 0, clock.monotonic())
+
+    def cancelled() -> bool:
+        return clock.now() > first + 3
+
+    pace = FlushPacer(throttle, cancelled, lambda: kept.append(clock.now()), clock)
+    with pytest.raises(FlushCancelledError, match="given up"):
+        pace(60)
+    assert first + 3 < clock.now() <= first + 4
     assert len(kept) >= 6
 
 

@@ -15,7 +15,7 @@ from tierckpt.format.ids import VersionName
 from tierckpt.format.records import VersionManifest
 
 from .backend import WINDOW_BYTES, Content, FlushPacer, RetryPolicy, RetryingBackend, SystemClock
-from .backend import Throttle, TimeSlots, advice, is_transient, lacks_room
+from .backend import Throttle, advice, is_transient, lacks_room
 from .backends import PosixBackend, open_backend
 from .lease import LEASE_SECONDS, Lease, LeaseKeeper, LeaseRecord
 from .object_stores import ObstoreBackend

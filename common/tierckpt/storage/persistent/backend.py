@@ -469,7 +469,7 @@ def _of_the_store(error: Exception) -> bool:
 
 
 NAP_SECONDS = 0.5
-"""Longest single sleep: a superseded flush that waits for its turn ends within this time."""
+"""Longest single sleep: a flush that is given up ends within this time."""
 
 
 class Throttle:
@@ -495,74 +495,36 @@ class Throttle:
             return max(0.0, -self._tokens / self.rate)
 
 
-@dataclass(frozen=True)
-class TimeSlots:
-    """At most `at_once` of `nodes` nodes flush at any moment, without coordination.
-
-    Time is divided into turns of `turn_seconds`, counted from the epoch, and a node has every k-th
-    turn. Neighbours have different turns, because they tend to share a switch. This needs clocks
-    that agree to well below a turn (NTP does), and equal settings on all nodes. A window in
-    transfer at the end of a turn is finished.
-
-    Turns are short, so little is lost if a node has nothing to send in its turn, or finishes in the
-    middle of it: of k turns, each node with s seconds of work finishes after ceil(s /
-    `turn_seconds`) + 1 rounds.
-    """
-
-    node: int
-    nodes: int
-    at_once: int
-    """0: no limit."""
-    turn_seconds: float = 5.0
-    """Long compared with a window and with differences of clocks: the rest waits for the next
-    turn."""
-
-    @property
-    def count(self) -> int:
-        """Number of turns in a round."""
-        return 1 if self.at_once <= 0 else -(-self.nodes // self.at_once)
-
-    def wait_seconds(self, now: float) -> float:
-        """Seconds until this node's turn, at Unix time `now`; 0.0 during its turn."""
-        position = (now / self.turn_seconds - self.node % self.count) % self.count
-        if position < 1.0:
-            return 0.0
-        return (self.count - position) * self.turn_seconds
-
-
 class FlushPacer:
     """Called with the size of every window before it is sent; returns when it may be sent.
 
-    Raises FlushCancelledError as soon as `superseded()` is True. Calls `keep` while waiting, for
+    Raises FlushCancelledError as soon as `cancelled()` is True. Calls `keep` while waiting, for
     regular work during a flush (`Lease.keep`). One per node.
     """
 
     def __init__(
         self,
         throttle: Throttle | None = None,
-        turns: TimeSlots | None = None,
-        superseded: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] = lambda: False,
         keep: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        self.throttle, self.turns = throttle, turns
-        self.superseded, self.keep = superseded, keep
+        self.throttle = throttle
+        self.cancelled, self.keep = cancelled, keep
         self.clock: Clock = clock or SystemClock()
 
     def __call__(self, nbytes: int) -> None:
-        """Wait for bandwidth, then for the node's turn: the turn may have ended while it waited."""
+        """Wait for bandwidth."""
         self.sleep(0.0)
         if self.throttle:
             self.sleep(self.throttle.reserve(nbytes, self.clock.monotonic()))
-        while self.turns and (wait := self.turns.wait_seconds(self.clock.now())):
-            self.sleep(max(wait, 0.001))  # rounding could keep it just before its turn forever
 
     def sleep(self, seconds: float) -> None:
         """Sleep in short steps, with a check in each; also used between two attempts of a call."""
         end = self.clock.monotonic() + seconds
         while True:
-            if self.superseded():
-                raise FlushCancelledError("the flush was superseded by a newer version")
+            if self.cancelled():
+                raise FlushCancelledError("the flush was given up")
             self.keep()
             left = end - self.clock.monotonic()
             if left <= 0:

@@ -226,13 +226,11 @@ class GroupFiles(Protocol):
         ...
 
 
-def parts_of(
-    backend: Backend, name: VersionName, groups: Groups, largest_bytes: int, read_back: bool
-) -> GroupFiles:
+def parts_of(backend: Backend, name: VersionName, groups: Groups, largest_bytes: int) -> GroupFiles:
     """Shared files if the backend supports them, else one part per writer and group."""
     if backend.shared_writes:
-        return SharedGroupFile(backend, name, groups, largest_bytes, read_back)
-    return WriterGroupFiles(backend, name, groups, read_back)
+        return SharedGroupFile(backend, name, groups, largest_bytes)
+    return WriterGroupFiles(backend, name, groups)
 
 
 class Stream:
@@ -266,7 +264,7 @@ class Stream:
         return ShardRecord(s.shard, file, offset, self.nbytes, self.digest, s.manifest, base)
 
 
-def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
+def _check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
     """Read stored bytes back. Raises CorruptShardError if they do not match `digest`."""
     found, end = xxhash.xxh3_128(), offset + nbytes
     for start in range(offset, end, WINDOW_BYTES):
@@ -289,10 +287,9 @@ class SharedGroupFile:
         name: VersionName,
         groups: Groups,
         largest_bytes: int,
-        read_back: bool = False,
     ) -> None:
         self._backend, self._name, self._groups = backend, name, groups
-        self._largest_bytes, self._read_back = largest_bytes, read_back
+        self._largest_bytes = largest_bytes
 
     def runs(self, shards: Sequence[int]) -> Iterator[range]:
         """Shard by shard: each has a range and a record of its own."""
@@ -310,8 +307,6 @@ class SharedGroupFile:
             raise _no_room(url, source, f"{source.most_bytes} bytes", places)
         stream = Stream(source, pacer)
         self._backend.write_at(path, offset, stream.windows)
-        if self._read_back:
-            check_stored(self._backend, path, offset, stream.nbytes, stream.digest)
         text = encode_shards("shard", [stream.record(file, offset)])
         if len(text) > places.record_bytes:
             raise _no_room(url, source, f"a record of {len(text)} bytes", places)
@@ -386,11 +381,8 @@ class WriterGroupFiles:
     fit into a window are in parts beside it, which are durable before the records are written.
     """
 
-    def __init__(
-        self, backend: Backend, name: VersionName, groups: Groups, read_back: bool = False
-    ) -> None:
+    def __init__(self, backend: Backend, name: VersionName, groups: Groups) -> None:
         self._backend, self._name, self._groups = backend, name, groups
-        self._read_back = read_back
 
     def runs(self, shards: Sequence[int]) -> Iterator[range]:
         """Consecutive shards of one group."""
@@ -407,8 +399,6 @@ class WriterGroupFiles:
         else:
             records = []
             self._put(file, lambda: _in_one(ordered, file, pacer, records), about)
-            if self._read_back:
-                self._check(file, records)
         return sum(r.nbytes for r in records)
 
     def _put(self, file: str, content: Content, about: int) -> None:
@@ -416,23 +406,11 @@ class WriterGroupFiles:
         self._backend.discard(path)  # an own file that a kill left unfinished
         self._backend.put(path, content, about)
 
-    def _check(self, file: str, records: Sequence[ShardRecord]) -> None:
-        path = f"{self._name.stem}/{file}"
-        try:
-            for r in records:
-                check_stored(self._backend, path, r.offset, r.nbytes, r.digest)
-        except CorruptShardError:
-            self._backend.delete(path)
-            raise
-
     def _write_parts(self, source: Source, pacer: Callable[[int], None]) -> ShardRecord:
         file = f"{self._groups.label(self._groups.of(source.shard))}/{parts_name(source.shard)}"
         path, stream = f"{self._name.stem}/{file}", Stream(source, pacer)
         write_parts(self._backend, path, stream.windows())
-        record = stream.record(file, 0)
-        if self._read_back:
-            check_stored(self._backend, path, 0, record.nbytes, record.digest)
-        return record
+        return stream.record(file, 0)
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
         """See `GroupFiles.stored`: the end of the run's file."""
@@ -560,4 +538,4 @@ class ShardReader:
         Raises CorruptShardError.
         """
         r = self._record
-        check_stored(self._backend, self._path, r.offset, r.nbytes, r.digest)
+        _check_stored(self._backend, self._path, r.offset, r.nbytes, r.digest)

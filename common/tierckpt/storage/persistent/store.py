@@ -79,7 +79,6 @@ class PersistentStore:
         self,
         path: str,
         shards_per_group: int = SHARDS_PER_GROUP,
-        read_back: bool = False,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], None] = time.sleep,
         on_retry: Callable[[str], None] = lambda text: None,
@@ -88,7 +87,7 @@ class PersistentStore:
         inner = open_backend(path, **storage_options)
         retry = retry or RetryPolicy()
         self.backend: Backend = RetryingBackend(inner, retry, sleep, on_retry=on_retry)
-        self.shards_per_group, self.read_back = shards_per_group, read_back
+        self.shards_per_group = shards_per_group
         self._groups_read: dict[tuple[VersionName, int], dict[int, ShardRecord]] = {}
         self._bases_read: dict[VersionName, tuple[VersionName, ...]] = {}
 
@@ -156,7 +155,7 @@ class PersistentStore:
             return FlushResult(True, 0, sum(s.most_bytes for s in sources), 0.0)
         self._check_not_retired(name)
         groups = Groups(name.shards, self.shards_per_group)
-        parts = parts_of(self.backend, name, groups, largest_bytes, self.read_back)
+        parts = parts_of(self.backend, name, groups, largest_bytes)
         written = reused = 0
         for run in parts.runs([s.shard for s in sources]):
             wanted = [s for s in sources if s.shard in run]

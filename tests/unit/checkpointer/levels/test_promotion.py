@@ -291,21 +291,6 @@ def test_a_version_that_becomes_safe_when_the_last_flush_ends_is_the_waiting_one
     assert rank.flushed() == [4, 8, 12]
 
 
-def test_a_flush_is_superseded_twice_in_a_row_and_then_ends(tmp_path: Path) -> None:
-    rank = Rank(0, tmp_path, persistent_drop_superseded=True)
-    rank.make_safe(4, 8)
-    rank.through(4)  # given up
-    rank.make_safe(12)
-    rank.through(8)
-    assert rank.flushed() == [4, 8, 12]
-    rank.make_safe(16, 20)
-    assert rank.flushed() == [4, 8, 12], "this one may end"
-    rank.through(12)
-    assert rank.flushed() == [4, 8, 12, 20]
-    rank.make_safe(24)
-    assert rank.flushed() == [4, 8, 12, 20, 24], "and the next may be superseded again"
-
-
 def test_a_level_that_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
     rank = Rank(0, tmp_path, when_busy="wait")
     rank.make_safe(4, 8)
