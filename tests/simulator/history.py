@@ -107,8 +107,11 @@ class Plan:
         if nodes > 1 and pick([True, True, False]):
             settings["peer_redundancy"] = pick(["partner", "xor"])
         steps, seconds = numbers.randint(10, 40), pick([0.0, 0.0, 0.01, 0.3])
+        bucket = pick([True, False])
+        if numbers.random() < 0.25:
+            settings["local_journal_steps"] = pick([3, 8])
         return Plan(
-            seed, nodes, sizes, steps, settings, tuple(faults), seconds, pick([True, False])
+            seed, nodes, sizes, steps, settings, tuple(faults), seconds, bucket
         )
 
     def __str__(self) -> str:
