@@ -110,9 +110,7 @@ class Plan:
         bucket = pick([True, False])
         if numbers.random() < 0.25:
             settings["local_journal_steps"] = pick([3, 8])
-        return Plan(
-            seed, nodes, sizes, steps, settings, tuple(faults), seconds, bucket
-        )
+        return Plan(seed, nodes, sizes, steps, settings, tuple(faults), seconds, bucket)
 
     def __str__(self) -> str:
         faults = "; ".join(map(str, self.faults))
