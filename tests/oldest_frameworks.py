@@ -20,21 +20,21 @@ TESTS = {
     LIGHTNING: [
         "tests/unit/lightning",
         f"tests/dist/lightning/{KILLED}[every phase]",
-        f"tests/dist/lightning/{KILLED}[fp16]",
-        f"tests/dist/lightning/{KILLED}[manual optimization]",
-        f"tests/dist/lightning/{KILLED}[stateful loader]",
+        f"tests/dist/lightning/{KILLED}[a combined loader of the script's, LoRA, fp16]",
+        f"tests/dist/lightning/{KILLED}[own generators, manual optimization]",
+        f"tests/dist/lightning/{KILLED}[stateful loader, early stopping]",
     ],
     ACCELERATE: [
         "tests/unit/accelerate",
         f"tests/dist/accelerate/{KILLED}[every phase]",
-        f"tests/dist/accelerate/{KILLED}[accumulation]",
-        f"tests/dist/accelerate/{KILLED}[dispatched batches]",
+        f"tests/dist/accelerate/{KILLED}[accumulation, two models]",
+        f"tests/dist/accelerate/{KILLED}[dispatched and split, last batches dropped]",
         f"tests/dist/accelerate/{KILLED}[stateful loader]",
     ],
     TRANSFORMERS: [
         f"tests/dist/transformers/{KILLED}[every phase]",
-        f"tests/dist/transformers/{KILLED}[accumulation]",
-        f"tests/dist/transformers/{KILLED}[early stopping]",
+        f"tests/dist/transformers/{KILLED}[accumulation, clipping, a limit of steps]",
+        f"tests/dist/transformers/{KILLED}[early stopping, LoRA]",
     ],
 }
 

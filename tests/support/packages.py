@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,8 @@ NOT_SOURCE = shutil.ignore_patterns(
 )
 ENGINE = "tierckpt/snapshot/_copy_engine.abi3.so"
 WITHOUT_COMPILER = {"CC": "/no/such/compiler"}
-MAKE_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta; {}(sys.argv[1])"
+"""What pip calls; it needs three more starts of Python for that."""
 
 
 def compiler() -> str | None:
@@ -38,16 +40,19 @@ def build_sdist(scratch: Path) -> Path:
     """The source distribution of a copy of this checkout."""
     tree = scratch / "tree"
     shutil.copytree(ROOT, tree, ignore=NOT_SOURCE)
-    run([sys.executable, "-c", MAKE_SDIST, str(scratch)], cwd=tree)
+    command = [sys.executable, "-c", BUILD.format("build_meta.build_sdist"), str(scratch)]
+    run(command, cwd=tree)
     (built,) = scratch.glob("tierckpt-*.tar.gz")
     return built
 
 
-def build_wheel(source: Path, into: Path, environment: Mapping[str, str] | None = None) -> Path:
-    """The wheel of a source distribution, as pip makes it."""
-    command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(into), str(source)]
-    run(command, environment=environment)
+def build_wheel(source: Path) -> Path:
+    """The wheel of a source distribution, beside it."""
+    into = source.parent
+    with tarfile.open(source) as archive:
+        archive.extractall(into / "unpacked", filter="data")
+    (tree,) = (into / "unpacked").iterdir()
+    run([sys.executable, "-c", BUILD.format("build_meta.build_wheel"), str(into)], cwd=tree)
     (built,) = into.glob("tierckpt-*.whl")
     return built
 
@@ -69,7 +74,8 @@ class Environment:
         """pip install; returns its output. `missing_requirements`: also requirements that this
         Python does not have, or has in another version."""
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "install"]
-        command += ["--disable-pip-version-check", "--no-build-isolation"]
+        # Bytecode of all modules costs as much as the rest of an installation.
+        command += ["--disable-pip-version-check", "--no-build-isolation", "--no-compile"]
         if not missing_requirements:
             # The checkout is installed in this Python, and is no reason to install nothing.
             command += ["--no-cache-dir", "--no-deps", "--ignore-installed"]

@@ -4,191 +4,142 @@ batches, gradients, weights, learning rates, and random states."""
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed, fixtures_of
 from tests.support.frameworks.killed_job import (
-    a_fork_continues_exactly,
-    goes_back_once,
-    refuses_other_data,
+    OTHER_DATA,
+    Case,
+    is_refused,
     resumes_exactly,
-    resumes_with_the_same_samples,
+    resumes_under_a_launcher,
+    trains_on_the_samples,
 )
+from tests.support.frameworks.scenario import OfAccelerate
+from tests.support.warm_python.servers import PYTHON
 from tierckpt._version import version_numbers
+from tierckpt.testing import free_ports
 
-CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
-    # Kills of one job, one after the other; the scenario. 7 batches an epoch, unless it says more.
-    "every phase": (
-        ["backward:1:2", "batch end:0:5", "backward:0:7", "epoch end:1:14", "backward:1:19"],
+forks, undisturbed, make_job = fixtures_of("accelerate", OfAccelerate)
+
+# 7 batches an epoch, 13 on one rank. A case has features that fail in different lines of the
+# records: data in `batch`, the others in `gradients` or `step`.
+CASES = {
+    "every phase": Case(
         {},
+        ("backward:1:2", "backward:0:7", "epoch end:1:14"),
+        restarts={"seed": 8},  # another seed of the script does not matter to a resumed run
+        finished=("epoch end", "done"),
     ),
-    "without a seedable sampler": (["backward:1:4", "backward:1:11"], {"seedable": False}),
-    "accumulation": (
-        # 4 steps an epoch: the last batch of an epoch makes one.
-        ["backward:1:3", "epoch end:0:4", "backward:0:10"],
-        {"accumulation": 2, "sets_epoch": True, "saves": True},
+    # 4 steps an epoch: the last batch of an epoch makes one. The signal comes between two passes.
+    "accumulation, two models": Case(
+        {"accumulation": 2, "optimizers": 2, "sets_epoch": True, "saves": True},
+        ("backward:1:3", "epoch end:0:4", "SIGTERM at backward:1:5"),
     ),
-    "workers, bf16": (
-        ["backward:1:10"],
-        {"workers": 2, "accelerator": {"mixed_precision": "bf16"}},
+    "a weighted sampler, workers, bf16": Case(
+        {"data": "weighted", "workers": 2, "accelerator": {"mixed_precision": "bf16"}},
+        ("backward:1:10",),
     ),
-    "a scaler": (["backward:1:9"], {"half": True}),
-    "two models": (["backward:1:10"], {"optimizers": 2, "accumulation": 2}),
-    "an optimizer that accumulates by hand": (
-        ["backward:1:10", "backward:0:15"],
-        {"optimizers": 3},
+    "own generators, LoRA, a scaler": Case(
+        {"data": "own generators", "lora": True, "half": True}, ("backward:1:3", "backward:1:10")
     ),
-    "split batches": (["backward:1:10"], {"loading": {"split_batches": True}}),
-    "dispatched batches": (
-        ["backward:1:4", "backward:0:10"],
-        {"loading": {"dispatch_batches": True}},
+    "two loaders, an optimizer that accumulates by hand": Case(
+        {"data": "two", "optimizers": 3}, ("backward:1:4", "backward:1:10")
     ),
-    "dispatched and split": (
-        ["backward:1:10"],
-        {"seedable": False, "loading": {"dispatch_batches": True, "split_batches": True}},
+    "split batches, without a seedable sampler": Case(
+        {"seedable": False, "loading": {"split_batches": True}}, ("backward:1:4", "backward:1:11")
     ),
-    "stateful loader": (
-        # Also after the first two batches of an epoch: torchdata's iterator of the first pass of a
-        # process is made by `prepare`, those of the others draw a seed.
-        ["backward:1:3", "backward:0:8", "backward:1:9"],
+    "dispatched and split, last batches dropped": Case(
+        {"data": "drop last", "loading": {"dispatch_batches": True, "split_batches": True}},
+        ("epoch end:0:6", "backward:0:10"),
+    ),
+    # Also after the first two batches of an epoch: torchdata's iterator of the first pass of a
+    # process is made by `prepare`, those of the others draw a seed.
+    "stateful loader": Case(
         {"loading": {"use_stateful_dataloader": True}},
+        ("backward:1:3", "backward:0:8", "backward:1:9"),
     ),
-    "stateful loader with workers": (
-        ["backward:1:10"],
-        {"workers": 1, "loading": {"use_stateful_dataloader": True}},
+    "iterable data set": Case({"data": "stream"}, ("backward:1:10",)),
+    "iterable data set, not dispatched": Case(
+        {"data": "stream", "loading": {"dispatch_batches": False}}, ("backward:1:10",)
     ),
-    "iterable data set": (["backward:1:10"], {"data": "stream"}),
-    "iterable data set, not dispatched": (
-        ["backward:1:10"],
-        {"data": "stream", "loading": {"dispatch_batches": False}},
+    "one rank, epochs that are cut": Case(
+        {"ranks": 1, "batches": 5}, ("backward:0:6", "epoch end:0:10")
     ),
-    "weighted sampler": (["backward:1:4", "backward:1:10"], {"data": "weighted"}),
-    "own generators": (["backward:1:3", "backward:1:10"], {"data": "own generators"}),
-    "two loaders": (["backward:1:4", "backward:1:10"], {"data": "two"}),
-    "last batches dropped": (["epoch end:0:6"], {"data": "drop last"}),
-    "epochs that are cut": (["backward:1:6", "epoch end:1:10"], {"batches": 5}),
-    "LoRA": (["backward:1:10"], {"lora": True}),
-    "one rank": (["backward:0:16"], {"ranks": 1}),
 }
-
-
-def skip_without_stateful_workers() -> None:
-    if version_numbers(version("accelerate")) < (1, 13):
-        pytest.skip("this Accelerate fails with such loaders, also without Tierckpt")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_job_resumes_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    kills, scenario = CASES[name]
-    if name == "stateful loader with workers":
-        skip_without_stateful_workers()
-    resumes_exactly(make_job(**scenario), kills, undisturbed(**scenario))
+    scenario = CASES[name].scenario
+    resumes_exactly(make_job(**scenario), CASES[name], undisturbed(**scenario))
 
 
-def test_other_data_after_a_restart_are_refused(make_job: MakeJob) -> None:
-    why = "on ranks 0, 1 of 2: its data after the restore"
-    refuses_other_data(make_job(), "backward:1:8", "numbered", why)
-
-
-def test_a_fork_by_the_environment_continues_exactly(
+def test_a_stateful_loader_with_workers_resumes_exactly_and_refuses_another_seed(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    source = make_job({"local_every_steps": 1, "when_busy": "wait"})
-    a_fork_continues_exactly(source, make_job(), ("backward:1:10", "backward:0:10"), undisturbed())
+    """In the first pass, whose workers `prepare` has started."""
+    if version_numbers(version("accelerate")) < (1, 13):
+        pytest.skip("this Accelerate fails with such loaders, also without Tierckpt")
+    scenario = {"workers": 1, "loading": {"use_stateful_dataloader": True}}
+    job = make_job(**scenario)
+    job.start("backward:1:3")
+    is_refused(job, "Call accelerate.utils.set_seed() with the same number", seed=8)
+    later = Case(scenario, ("backward:1:10",), from_the_start=0)
+    resumes_exactly(job, later, undisturbed(**scenario))
 
 
 def test_a_rollback_by_the_environment_is_made_once(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
+    """The next start, in the same environment, continues from where the second run was."""
+    plain = undisturbed()
     job = make_job({"local_every_steps": 1, "local_keep_last": 99, "when_busy": "wait"})
-    goes_back_once(job, ("backward:1:11", "backward:0:8"), 3, undisturbed())
-
-
-def test_checkpoints_leave_the_training_unchanged(
-    make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    run = make_job().start()
-    assert run.ended(), run.output()
-    assert run.lines(0) == undisturbed().lines(0)
-    assert run.lines(1) == undisturbed().lines(1)
-
-
-def test_a_signal_ends_an_accumulating_job_after_a_step_and_the_next_run_resumes_exactly(
-    make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    scenario = {"accumulation": 3, "loading": {"use_seedable_sampler": False}}
-    plain, job = undisturbed(**scenario), make_job(**scenario)
-    first = job.start(signal="backward:1:1")
-    assert first.ended(), first.output()
-    assert job.fired("backward:1:1")
-    assert not first.of_kind("epoch end", 0) or len(first.of_kind("epoch end")) < 3
-    again = job.start()
+    assert not job.start("backward:1:11").ended()
+    environment = {"TIERCKPT_ROLLBACK_TO": "3"}
+    back = job.start("backward:0:8", environment)
+    assert job.fired("backward:0:8"), back.output()
+    again = job.start("", environment)
     assert again.ended(), again.output()
+    first = [run.of_kind("step")[0]["number"] for run in (back, again)]
+    last = back.of_kind("step")[-1]["number"]
+    assert first[0] == 4, back.output()
+    assert 4 < first[1] <= last + 1, again.output()
     for rank in range(2):
-        steps = [run.of_kind("step", rank) for run in (first, again)]
-        assert steps[0] + steps[1] == plain.of_kind("step", rank)
-        assert again.place_in(plain, rank) > 0
+        assert 0 < back.place_in(plain, rank) < again.place_in(plain, rank)
 
 
-def test_a_finished_job_started_again_trains_no_step(make_job: MakeJob) -> None:
-    job = make_job()
-    first, again = job.start(), job.start()
-    assert first.ended(), first.output()
-    assert again.ended(), again.output()
-    assert not again.of_kind("batch")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "others", "batch", "accumulation"), [(2, 1, 8, 1), (1, 2, 2, 1), (2, 1, 4, 2)]
-)
-def test_another_number_of_ranks_continues_with_the_same_samples_a_step(
-    ranks: int, others: int, batch: int, accumulation: int, make_job: MakeJob
-) -> None:
-    scenario = {"data": "numbered", "ranks": ranks}
-    plain, job = make_job(**scenario), make_job(**scenario)
-    whole = plain.start()
-    assert whole.ended(), whole.output()
-    killed = job.start("batch end:0:9")
-    other = job.start(ranks=others, batch_size=batch, accumulation=accumulation)
-    assert other.ended(), other.output()
-    resumes_with_the_same_samples(killed, other, whole, 7 if ranks == 2 else 13)
-
-
-def test_another_number_of_samples_a_step_is_refused_before_the_first_one(
-    make_job: MakeJob,
-) -> None:
-    job = make_job()
-    job.start("backward:1:8")
-    alone = job.start(ranks=1)
-    assert "8 samples a step (2 ranks, batch_size=4" in alone.output()
-    assert "Set gradient_accumulation_steps=2, or start 2 ranks" in alone.output()
-    assert not alone.of_kind("batch")
-
-
-def test_workers_that_prepare_started_with_another_seed_are_refused(make_job: MakeJob) -> None:
-    skip_without_stateful_workers()
-    job = make_job(workers=1, loading={"use_stateful_dataloader": True})
-    job.start("backward:1:3")
-    again = job.start(seed=8)
-    assert "Call accelerate.utils.set_seed() with the same number" in again.output()
-    assert not again.of_kind("batch")
-    assert job.start().of_kind("batch")
-
-
-def test_another_seed_of_the_script_does_not_matter_to_a_resumed_run(
+def test_another_number_of_ranks_continues_with_the_same_samples_a_step_and_no_other_job_does(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    plain, job = undisturbed(), make_job()
-    job.start("backward:1:3")
-    again = job.start(seed=8)
-    assert again.ended(), again.output()
-    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
+    whole, job = undisturbed(data="numbered"), make_job(data="numbered")
+    last = trains_on_the_samples(job.start("batch end:0:4"), whole, 7)
+    is_refused(job, "RestoreError: ", OTHER_DATA, data="plain", before="step")
+    way_out = "Set gradient_accumulation_steps=2, or start 2 ranks"
+    is_refused(job, "8 samples a step (2 ranks, batch_size=4", way_out, ranks=1)
+    run = job.start("batch end:0:9", ranks=1, batch_size=8)
+    last = trains_on_the_samples(run, whole, 7, last)
+    run = job.start("batch end:0:12", ranks=1, batch_size=4, accumulation=2)
+    last = trains_on_the_samples(run, whole, 7, last)
+    run = job.start()
+    assert run.ended(), run.output()
+    trains_on_the_samples(run, whole, 7, last)
 
 
-def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
-    run = make_job(ranks=1, workers=1, data="persistent", batches=1).start()
-    assert "set persistent_workers=False" in run.output()
+@pytest.mark.parametrize("program", [[], ["--module", "tierckpt.run"]], ids=["script", "shim"])
+def test_ranks_restarted_by_accelerate_launch_resume_exactly(
+    program: list[str], make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    command = [PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_ports(1)[0])]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    if not program:
+        command += ["--max_restarts", "1", "--monitor_interval", "0.1", "--rdzv_backend", "c10d"]
+    script = Path(__file__).resolve().parents[2] / "support" / "accelerate" / "job.py"
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command += [*program, str(script)]
+    resumes_under_a_launcher(command, make_job(), "backward:1:10", undisturbed(), home)

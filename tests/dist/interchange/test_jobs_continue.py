@@ -86,12 +86,7 @@ def resume(place: Place) -> tuple[int, list[tuple[str, str]], list[str]]:
 
 @pytest.mark.parametrize(
     ("kind", "size", "form"),
-    [
-        (GLOO, 2, "torch"),
-        (GLOO, 2, "dcp"),
-        (GLOO, 1, "torch"),
-        (HOROVODRUN, 2, "horovod"),
-    ],
+    [(GLOO, 2, "torch"), (GLOO, 2, "dcp"), (HOROVODRUN, 2, "horovod")],
 )
 def test_a_job_continues_from_its_own_file_as_if_it_had_not_ended(
     kind: str,

@@ -3,79 +3,103 @@ gradients, weights, learning rates, random states, and everything logged."""
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from tests.support.frameworks.fixtures import MakeJob, Undisturbed
+from tests.support.crash.launcher import quiet_environment
+from tests.support.frameworks.fixtures import MakeJob, Undisturbed, fixtures_of
+from tests.support.frameworks.jobs import Run
 from tests.support.frameworks.killed_job import (
+    OTHER_DATA,
+    Case,
     a_fork_continues_exactly,
-    ends_by_a_signal_and_resumes,
-    goes_back_once,
-    refuses_other_data,
-    resumes_after_an_error,
+    is_refused,
     resumes_exactly,
-    resumes_with_the_same_samples,
+    resumes_under_a_launcher,
+    trains_on_the_samples,
 )
+from tests.support.frameworks.scenario import VARIABLE, OfLightning
+from tests.support.warm_python.servers import LIGHTNING, PYTHON, THROUGHOUT
+from tierckpt.testing import free_ports
 
-CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
-    # Kills of one job, one after the other; the scenario. 6 batches an epoch, unless it says more.
-    "every phase": (
-        [
-            *("fit start:0:0", "backward:1:2", "validation:0:4", "epoch end:1:6"),
-            *("model checkpoint:0:10", "batch end:1:15", "epoch end:0:18"),
-        ],
-        {"callbacks": ("model checkpoint",)},
+forks, undisturbed, make_job = fixtures_of("lightning", OfLightning, LIGHTNING)
+
+SCRIPT = Path(__file__).resolve().parents[2] / "support" / "lightning" / "job.py"
+# 6 batches an epoch, 12 on one rank. A case has features that fail in different lines of the
+# records: data in `batch`, the others in `gradients`, `step` or `logged`.
+CASES = {
+    # The job's own version goes before the file of Lightning's that the script names.
+    "every phase": Case(
+        {"callbacks": ("model checkpoint",), "fit": {"ckpt_path": "last"}},
+        (
+            *("fit start:0:0", "validation:0:4", "epoch end:1:6"),
+            *("model checkpoint:0:10", "epoch end:0:18"),
+        ),
+        from_the_start=2,
+        says="last.ckpt' is not loaded: the job continues from its own v",
     ),
-    "workers, bf16": (["backward:1:8"], {"workers": 2, "trainer": {"precision": "bf16-mixed"}}),
-    "fp16": (["backward:1:9", "backward:0:14"], {"half": True}),
-    "accumulation, clipping, averaged weights": (
-        ["backward:1:4", "validation:1:5", "epoch end:0:6"],
+    "a combined loader of the script's, LoRA, fp16": Case(
+        {"data": "combined", "model": "LoRA", "half": True}, ("backward:1:9",)
+    ),
+    "two loaders, accumulation, clipping, averaged weights": Case(
         {
+            "data": "two",
             "model": "cycle",
             "callbacks": ("ema",),
             "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
         },
+        ("backward:1:4", "epoch end:0:6"),
     ),
-    "manual optimization": (
-        ["backward:1:7", "backward:0:16"],
-        {"model": "manual", "trainer": {"strategy": "ddp_find_unused_parameters_true"}},
+    "own generators, manual optimization": Case(
+        {
+            "data": "own generators",
+            "model": "manual",
+            "trainer": {"strategy": "ddp_find_unused_parameters_true"},
+        },
+        ("backward:1:7", "backward:0:16"),
     ),
-    "stochastic weight averaging": (
-        ["backward:1:8", "epoch end:1:12", "backward:0:14"],
+    "stochastic weight averaging": Case(
         {"callbacks": ("swa",), "model": "averaged"},
+        ("backward:1:8", "epoch end:1:12"),
+        finished=("done",),  # with the averaged weights
     ),
-    "weight averaging with a scheduler": (
-        ["backward:1:10"],
-        {"callbacks": ("swa",), "trainer": {"max_epochs": 3}},
+    "weight averaging with a scheduler": Case({"callbacks": ("swa",)}, ("backward:1:10",)),
+    "workers, bf16": Case(
+        {"workers": 2, "trainer": {"precision": "bf16-mixed"}}, ("backward:1:8",)
     ),
-    "stateful loader": (["backward:1:8"], {"data": "stateful"}),
-    "shuffled stateful loader": (["backward:1:8"], {"data": "shuffled stateful", "workers": 1}),
-    "iterable data set": (["backward:1:8", "epoch end:1:12"], {"data": "stream"}),
-    "a combined loader of the script's": (["backward:1:8"], {"data": "combined"}),
-    "compiled": (
-        ["backward:1:8"],
-        {"model": "compiled", "trainer": {"max_epochs": 2, "num_sanity_val_steps": 0}},
+    "stateful loader, early stopping": Case(
+        {"data": "stateful", "callbacks": ("stopping",)}, ("error at backward:1:3", "epoch end:1:6")
     ),
-    "LoRA": (["backward:1:8"], {"model": "LoRA"}),
-    "two loaders": (["backward:1:8", "validation:0:16"], {"data": "two"}),
-    "own generators": (["backward:1:3", "backward:0:8"], {"data": "own generators"}),
-    "early stopping": (["epoch end:1:6"], {"callbacks": ("stopping",)}),
-    "a limit of steps": (
-        ["backward:0:8", "epoch end:1:15"],
-        {"trainer": {"max_steps": 15, "max_epochs": -1}},
+    "shuffled stateful loader, a limit of steps": Case(
+        {
+            "data": "shuffled stateful",
+            "workers": 1,
+            "trainer": {"max_steps": 15, "max_epochs": -1},
+        },
+        ("SIGTERM at backward:1:8", "epoch end:1:15"),
     ),
-    "loaders made again": (
-        ["backward:0:8"],
-        {"trainer": {"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}},
+    "iterable data set": Case({"data": "stream"}, ("backward:1:8", "epoch end:1:12")),
+    "compiled, loaders made again": Case(
+        {
+            "model": "compiled",
+            "trainer": {
+                "max_epochs": 2,
+                "num_sanity_val_steps": 0,
+                "reload_dataloaders_every_n_epochs": 1,
+            },
+        },
+        ("backward:0:8",),
     ),
-    "one rank": (["backward:0:14"], {"ranks": 1}),
-    "pytorch_lightning": (["backward:1:8"], {"package": "pytorch_lightning"}),
-    "fabric": (["backward:1:2", "backward:0:9", "epoch end:1:12"], {"model": "fabric"}),
-    "fabric on one rank": (
-        ["backward:0:8", "epoch end:0:12", "backward:0:15"],
-        {"model": "fabric", "ranks": 1, "data": "numbered"},
+    "pytorch_lightning on one rank": Case(
+        {"package": "pytorch_lightning", "ranks": 1}, ("backward:0:14",)
+    ),
+    "fabric": Case({"model": "fabric"}, ("backward:1:2", "epoch end:1:12")),
+    "fabric on one rank": Case(
+        {"model": "fabric", "ranks": 1, "data": "numbered"}, ("backward:0:8", "epoch end:0:12")
     ),
 }
 
@@ -84,16 +108,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
 def test_a_killed_job_resumes_exactly(
     name: str, make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    kills, scenario = CASES[name]
+    scenario = CASES[name].scenario
     if "ema" in scenario.get("callbacks", ()) and version("lightning") < "2.6":
         pytest.skip("this Lightning has no averaging of weights at every step")
-    resumes_exactly(make_job(**scenario), kills, undisturbed(**scenario), start="start")
-
-
-@pytest.mark.parametrize("model", ["plain", "fabric"])
-def test_other_data_after_a_restart_are_refused(model: str, make_job: MakeJob) -> None:
-    why = "on ranks 0, 1 of 2: its data after the restore"
-    refuses_other_data(make_job(model=model), "backward:1:8", "numbered", why)
+    resumes_exactly(make_job(**scenario), CASES[name], undisturbed(**scenario))
 
 
 def test_a_fork_by_the_environment_continues_exactly(
@@ -103,109 +121,48 @@ def test_a_fork_by_the_environment_continues_exactly(
     a_fork_continues_exactly(source, make_job(), ("backward:1:8", "backward:0:8"), undisturbed())
 
 
-def test_a_rollback_by_the_environment_is_made_once(
+def test_another_number_of_ranks_continues_with_the_same_samples_a_step_and_no_other_job_does(
     make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    job = make_job({"local_every_steps": 1, "local_keep_last": 99, "when_busy": "wait"})
-    goes_back_once(job, ("backward:1:11", "backward:0:8"), 3, undisturbed())
-
-
-def test_checkpoints_leave_the_training_unchanged(
-    make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    run = make_job().start()
-    assert run.ended(), run.output()
-    assert run.lines(0) == undisturbed().lines(0)
-    assert run.lines(1) == undisturbed().lines(1)
-
-
-def test_a_finished_job_started_again_trains_no_step_and_has_its_final_weights(
-    make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    job = make_job(callbacks=("swa",), model="averaged")
-    first, again = job.start(), job.start()
-    assert first.ended(), first.output()
-    assert [x["kind"] for x in again.lines()] == ["done"], again.output()
-    assert again.lines()[-1] == first.lines()[-1]
-
-
-def test_a_signal_ends_the_job_at_the_boundary_and_the_next_run_resumes_exactly(
-    make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    ends_by_a_signal_and_resumes(make_job(), "backward:1:8", (9, 12), undisturbed())
-
-
-def test_after_an_exception_of_the_script_the_next_run_resumes_exactly(
-    make_job: MakeJob, undisturbed: Undisturbed
-) -> None:
-    resumes_after_an_error(make_job(), "backward:1:8", undisturbed())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "others", "accumulation", "at"),
-    [
-        (2, 1, 1, "batch end:0:8"),
-        (1, 2, 1, "epoch end:0:12"),
-        (2, 4, 1, "batch end:0:8"),
-        (2, 1, 2, "epoch end:0:12"),
-    ],
-)
-def test_another_number_of_ranks_continues_with_the_same_samples_a_step(
-    ranks: int, others: int, accumulation: int, at: str, make_job: MakeJob
 ) -> None:
     """Batches of 4 samples for 2 ranks, of 8 for 1 and of 2 for 4."""
-    steps = 6 // accumulation
-    at = at.replace("12", str(2 * steps))
-    trainer = {"accumulate_grad_batches": accumulation}
-    scenario = {"data": "numbered", "ranks": ranks, "trainer": trainer}
-    plain, job = make_job(**scenario), make_job(**scenario)
-    whole = plain.start()
-    assert whole.ended(), whole.output()
-    killed = job.start(at)
-    other = job.start(ranks=others)
-    assert other.ended(), other.output()
-    resumes_with_the_same_samples(killed, other, whole, steps)
-    assert "the epoch continues with its next samples" in other.output()
-    assert other.of_kind("trained") == whole.of_kind("trained")
+    whole, job = undisturbed(data="numbered"), make_job(data="numbered")
+    last = trains_on_the_samples(job.start("batch end:0:8"), whole, 6)
+    is_refused(job, "RestoreError: ", OTHER_DATA, data="plain", before="step")
+    other = {"ranks": 1, "trainer": {"accumulate_grad_batches": 3}}
+    is_refused(job, "8 samples a step (2 ranks, batch_size=4", **other)
+    other = {"ranks": 1, "data": "plain", "trainer": {"accumulate_grad_batches": 2}}
+    is_refused(job, "no DistributedSampler", **other)
+    for ranks, kill in ((1, "epoch end:0:12"), (4, "")):
+        run = job.start(kill, ranks=ranks)
+        assert run.ended() is not bool(kill), run.output()
+        assert "the epoch continues with its next samples" in run.output()
+        last = trains_on_the_samples(run, whole, 6, last)
+    assert run.of_kind("trained") == whole.of_kind("trained")
 
 
-def test_another_number_of_ranks_without_the_same_samples_a_step_is_refused(
-    make_job: MakeJob,
+def test_ranks_restarted_by_the_shim_resume_exactly(
+    make_job: MakeJob, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    job = make_job()
-    job.start("backward:1:8")
-    alone = job.start(ranks=1, trainer={"accumulate_grad_batches": 3})
-    assert "8 samples a step (2 ranks, batch_size=4" in alone.error(), alone.output()
-    alone = job.start(ranks=1, trainer={"accumulate_grad_batches": 2})
-    assert "no DistributedSampler" in alone.error(), alone.output()
-    assert not alone.of_kind("batch")
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tierckpt.run", str(SCRIPT)]
+    environment = {**LIGHTNING, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    resumes_under_a_launcher(command, make_job(), "backward:1:8", undisturbed(), environment)
 
 
-def test_another_batch_size_within_an_epoch_is_refused(make_job: MakeJob) -> None:
-    job = make_job(ranks=1)
-    job.start("backward:0:8")
-    other = job.start(data="larger batches")
-    assert "Set batch_size=4" in other.error(), other.output()
-    assert not other.of_kind("batch")
-
-
-def test_the_jobs_own_version_goes_before_a_file_of_lightnings(
+def test_under_lightnings_launcher_the_script_resumes_exactly_when_it_is_started_again(
     make_job: MakeJob, undisturbed: Undisturbed
 ) -> None:
-    scenario = {"callbacks": ("model checkpoint",), "fit": {"ckpt_path": "last"}}
-    plain, job = undisturbed(**scenario), make_job(**scenario)
-    job.start("backward:1:14")
-    again = job.start()
-    assert again.ended(), again.output()
-    assert again.place_in(plain) > 0
-    assert "last.ckpt' is not loaded: the job continues from its own v" in again.output()
-
-
-def test_persistent_workers_are_warned_of(make_job: MakeJob) -> None:
-    run = make_job(data="persistent", workers=1, trainer={"max_epochs": 1}).start()
-    assert "set persistent_workers=False" in run.output()
-
-
-def test_a_training_step_that_fetches_its_batches_is_refused(make_job: MakeJob) -> None:
-    run = make_job(ranks=1, model="fetching").start()
-    assert "training_step has an argument dataloader_iter" in run.error(), run.output()
+    """It starts rank 1 as a child of rank 0, and ends it when rank 0 fails."""
+    plain, job = undisturbed(), make_job()
+    for number, kill in enumerate(("backward:1:8", "")):
+        scenario = replace(job.scenario, run=number, kill=kill)
+        environment = {**quiet_environment(), **THROUGHOUT, **LIGHTNING}
+        environment |= {VARIABLE: scenario.to_json(), "MASTER_PORT": str(free_ports(1)[0])}
+        done = subprocess.run(
+            [PYTHON, str(SCRIPT)], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode == 0) is not bool(kill), done.stderr
+        assert job.fired("backward:1:8")
+    run = Run(scenario)
+    assert run.ended()
+    assert all(run.place_in(plain, rank) > 0 for rank in range(2))

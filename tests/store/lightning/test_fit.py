@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.errors import UnsupportedStateError
+from tierckpt.errors import RestoreError, UnsupportedStateError
 
 pl = pytest.importorskip("lightning.pytorch", exc_type=ImportError)
 
@@ -71,10 +71,11 @@ def fit(path: Path, settings: dict[str, Any], said: Said) -> Fit:
     return run
 
 
-def loader(workers: int = 0) -> Any:
+def loader(workers: int = 0, batch_size: int = 1) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(3)  # the same samples in every run
-        return DataLoader(RandomDataset(32, BATCHES), num_workers=workers)
+        data = RandomDataset(32, BATCHES * batch_size)
+        return DataLoader(data, batch_size=batch_size, num_workers=workers)
 
 
 class At(pl.Callback):  # type: ignore[misc,name-defined]
@@ -189,6 +190,24 @@ def test_a_state_that_no_version_can_store_is_refused_after_the_first_batch(fit:
     steps: list[int] = []
     with pytest.raises(UnsupportedStateError, match=r"Best'>\"\]\['state'\]\['it'\] is a"):
         fit(best, At(2, lambda *_: steps.append(2)))
+    assert not steps
+
+
+def test_a_training_step_that_fetches_its_batches_is_refused(fit: Fit) -> None:
+    class Fetching(BoringModel):  # type: ignore[misc]
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    with pytest.raises(UnsupportedStateError, match="has an argument dataloader_iter"):
+        fit(module=Fetching())
+
+
+def test_another_batch_size_within_an_epoch_is_refused(fit: Fit) -> None:
+    steps: list[int] = []
+    with pytest.raises(KeyError):
+        fit(At(6, fail))
+    with pytest.raises(RestoreError, match="Set batch_size=1"):
+        fit(At(6, lambda *_: steps.append(6)), train_dataloaders=loader(batch_size=2))
     assert not steps
 
 

@@ -14,11 +14,11 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
-from tests.support.accelerate.scenario import Scenario
 from tests.support.frameworks.own_generators import ARGUMENTS, Collate, Noisy
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
 from tests.support.frameworks.samples import CLASSES, WIDTH, Numbered, Samples
 from tests.support.frameworks.scenario import VARIABLE
+from tests.support.frameworks.scenario import OfAccelerate as Scenario
 from tierckpt.accelerate import attach
 
 SAMPLES, EPOCHS = 52, 3
@@ -44,7 +44,6 @@ def make_loader(scenario: Scenario) -> Any:
         return DataLoader(Samples(SAMPLES), sampler=sampler, **options)
     if scenario.data == "own generators":
         return DataLoader(Noisy(Samples(SAMPLES)), shuffle=True, collate_fn=Collate(), **options)
-    options["persistent_workers"] = scenario.data == "persistent"
     if scenario.data == "drop last":
         options["drop_last"] = True
     return DataLoader(Samples(SAMPLES), shuffle=True, **options)

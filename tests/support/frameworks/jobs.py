@@ -97,10 +97,12 @@ class Run:
         """The exception that ended the rank."""
         return next(iter(x["text"] for x in self.of_kind("raised", rank)), "")
 
-    def place_in(self, undisturbed: Run, rank: int = 0) -> int:
+    def place_in(self, undisturbed: Run, rank: int = 0, up_to_its_last_step: bool = False) -> int:
         """The number of the rank's first line in the undisturbed job; asserts that all lines follow
-        there, too. 0 if the rank wrote none."""
+        there, too, or those until the last step. 0 if the rank wrote none."""
         ours = [line for line in self.lines(rank) if line["kind"] != "raised"]
+        while up_to_its_last_step and ours and ours[-1]["kind"] != "step":
+            ours.pop()
         theirs = undisturbed.lines(rank)
         if not ours:
             return 0

@@ -1,29 +1,68 @@
-"""What all frameworks' killed jobs must do."""
+"""What the jobs of all frameworks must do that end early."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tests.support.crash.launcher import quiet_environment
 from tests.support.frameworks.jobs import Job, Run
 from tests.support.frameworks.scenario import VARIABLE
 from tests.support.warm_python.servers import THROUGHOUT
 
+OTHER_DATA = "on ranks 0, 1 of 2: its data after the restore"
 
-def resumes_exactly(job: Job, kills: Sequence[str], plain: Run, start: str = "") -> None:
-    """Run a job, kill it at all these points, then run it to its end; assert that every run writes
-    what `plain` has there. `start`: name of a point before the first version."""
-    for number, kill in enumerate([*kills, ""]):
-        run = job.start(kill)
-        assert job.fired(kill) or not kill, run.output()
-        assert run.ended() is not bool(kill), run.output()
-        starts = number == 0 or (number == 1 and bool(start) and start in kills[0])
+
+@dataclass(frozen=True)
+class Case:
+    """A job that ends early several times."""
+
+    scenario: dict[str, Any]
+    ends: tuple[str, ...]
+    """The ends of its runs, one after the other: `POINT`, where a rank is killed, `SIGTERM at
+    POINT`, or `error at POINT`, an exception of the script's. A further run trains to the end."""
+    restarts: dict[str, Any] = field(default_factory=dict)
+    """What the scenario of the runs after the first one has in another way."""
+    from_the_start: int = 1
+    """The number of runs that start with the first step, as there is no version yet."""
+    says: str = ""
+    """Is in the output of the last run."""
+    finished: tuple[str, ...] = ()
+    """What one more run of the finished job writes: kinds of lines. Empty: there is none."""
+
+
+def resumes_exactly(job: Job, case: Case, plain: Run) -> None:
+    """Run the job until its last end; assert that every run writes what `plain` has there."""
+    due = 0
+    for number, end in enumerate([*case.ends, ""]):
+        how, _, point = end.rpartition(" at ")
+        order = {"signal": point} if how == "SIGTERM" else {"kill": point, "error": how == "error"}
+        run = job.start(**order, **(case.restarts if number else {}))
+        assert job.fired(point) or not point, run.output()
+        assert run.ended() is (how == "SIGTERM" or not end), run.output()
         for rank in range(run.scenario.ranks):
-            first = run.place_in(plain, rank)
-            assert first == 0 if starts else first > 0, run.output()
+            first = run.place_in(plain, rank, up_to_its_last_step=how == "SIGTERM")
+            assert (first == 0) is (number < case.from_the_start), run.output()
+        if how == "error":
+            assert run.error(int(point.split(":")[1])) == "the script's own error", run.output()
+        if due:
+            assert run.of_kind("step")[0]["number"] == due, run.output()
+        due = ended_after(run, point) + 1 if how == "SIGTERM" else 0
+    assert case.says in run.output()
+    if case.finished:
+        again = job.start(**case.restarts)
+        assert [line["kind"] for line in again.lines()] == [*case.finished], again.output()
+        assert again.lines()[-1] == run.lines()[-1]
+
+
+def ended_after(run: Run, point: str) -> int:
+    """The last step of a run that got a signal: all ranks know of it after two boundaries."""
+    last, sent_after = run.of_kind("step")[-1]["number"], int(point.rpartition(":")[2])
+    assert sent_after + 1 <= last <= sent_after + 4, run.output()
+    return int(last)
 
 
 def resumes_under_a_launcher(
@@ -55,47 +94,6 @@ def attempts(run: Run, undisturbed: Run) -> list[int]:
     return found
 
 
-def ends_by_a_signal_and_resumes(job: Job, signal: str, steps: tuple[int, int], plain: Run) -> None:
-    """Send the signal; assert that the job ends after one of `steps` (both included), and that its
-    next run resumes exactly after that step."""
-    first = job.start(signal=signal)
-    assert first.ended(), first.output()
-    assert job.fired(signal)
-    last = first.of_kind("step")[-1]["number"]
-    assert steps[0] <= last <= steps[1], "all ranks know of it after two boundaries"
-    again = job.start()
-    assert again.ended(), again.output()
-    assert again.of_kind("step")[0]["number"] == last + 1
-    for rank in range(2):
-        assert again.place_in(plain, rank) > 0
-
-
-def resumes_after_an_error(job: Job, point: str, plain: Run) -> None:
-    """Raise an error of the script's on rank 1; assert that the next run resumes exactly."""
-    failed = job.start(point, error=True)
-    assert failed.error(1) == "the script's own error", failed.output()
-    again = job.start()
-    assert again.ended(), again.output()
-    assert all(again.place_in(plain, rank) > 0 for rank in range(2))
-
-
-def goes_back_once(job: Job, kills: tuple[str, str], version: int, plain: Run) -> None:
-    """Kill the job; go back to `version` by the environment, and kill it again; assert that the
-    next start, in the same environment, continues from where the second run was."""
-    assert not job.start(kills[0]).ended()
-    environment = {"TIERCKPT_ROLLBACK_TO": str(version)}
-    back = job.start(kills[1], environment)
-    assert job.fired(kills[1]), back.output()
-    again = job.start("", environment)
-    assert again.ended(), again.output()
-    first = [run.of_kind("step")[0]["number"] for run in (back, again)]
-    last = back.of_kind("step")[-1]["number"]
-    assert first[0] == version + 1, back.output()
-    assert version + 1 < first[1] <= last + 1, again.output()
-    for rank in range(2):
-        assert 0 < back.place_in(plain, rank) < again.place_in(plain, rank)
-
-
 def a_fork_continues_exactly(source: Job, fork: Job, kills: tuple[str, str], plain: Run) -> None:
     """Kill `source`; start `fork` where that was, by the environment, kill it before it has a
     version of its own on disk, and run it to its end. Assert that both write what `plain` has."""
@@ -111,30 +109,32 @@ def a_fork_continues_exactly(source: Job, fork: Job, kills: tuple[str, str], pla
     assert not [*Path(path).glob("*.hold")]
 
 
-def resumes_with_the_same_samples(killed: Run, other: Run, whole: Run, steps_an_epoch: int) -> None:
-    """Assert that `other`, with another number of ranks than the job that was killed, trains on the
-    samples that `whole` has in the same steps. The last step of an epoch may be filled up with
-    samples of the epoch."""
-    steps, taken = samples_of_steps(whole), samples_of_steps(other)
-    before = samples_of_steps(killed)
-    first = min(taken)
-    assert 0 < first <= max(before) + 1
-    assert all(samples <= steps[step] for step, samples in before.items())
-    assert taken.keys() == {step for step in steps if step >= first}
+def is_refused(job: Job, *words: str, before: str = "batch", **changes: Any) -> None:
+    """Start a killed job with these changes; assert that no rank comes to its first line of the
+    kind `before`, and that the error has these words."""
+    run = job.start(**changes)
+    lines = [line for rank in range(run.scenario.ranks) for line in run.of_kind(before, rank)]
+    assert not lines, run.output()
+    for each in words:
+        assert each in run.output(), run.output()
+
+
+def trains_on_the_samples(run: Run, whole: Run, steps_an_epoch: int, after: int = -1) -> int:
+    """Assert that a run, with another number of ranks than the one before it, which was killed in
+    the step after `after`, trains on the samples that `whole` has in the same steps; returns its
+    own last step. The last step of an epoch may be filled up with samples of the epoch."""
+    steps, taken = samples_of_steps(whole), samples_of_steps(run)
+    first, last = min(taken), max(taken)
+    assert first == 0 if after < 0 else 0 < first <= after + 1, run.output()
+    assert taken.keys() == {step for step in steps if first <= step <= last}
+    assert not run.ended() or last == max(steps)
     for step, samples in taken.items():
         epoch = range(step // steps_an_epoch * steps_an_epoch, step)
         filling = {number for each in epoch for number in steps[each]}
-        assert samples - filling == steps[step] - filling, f"step {step}"
-
-
-def refuses_other_data(job: Job, kill: str, data: str, why: str) -> None:
-    """Kill the job, and start it again with other data; assert that no rank makes a step."""
-    assert not job.start(kill).ended()
-    again = job.start(data=data)
-    assert job.fired(kill)
-    assert not again.of_kind("step", 0) + again.of_kind("step", 1), again.output()
-    assert "RestoreError: " in again.output()
-    assert why in again.output()
+        if step < last or run.ended():
+            assert samples - filling == steps[step] - filling, f"step {step}"
+        assert samples - filling <= steps[step], f"step {step}"
+    return last
 
 
 def samples_of_steps(run: Run) -> dict[int, set[int]]:
@@ -147,11 +147,11 @@ def samples_of_steps(run: Run) -> dict[int, set[int]]:
 
 
 __all__ = [
+    "OTHER_DATA",
+    "Case",
     "a_fork_continues_exactly",
-    "ends_by_a_signal_and_resumes",
-    "refuses_other_data",
-    "resumes_after_an_error",
+    "is_refused",
     "resumes_exactly",
     "resumes_under_a_launcher",
-    "resumes_with_the_same_samples",
+    "trains_on_the_samples",
 ]

@@ -21,8 +21,8 @@ import tierckpt
 from tests.support.frameworks.own_generators import ARGUMENTS
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state
 from tests.support.frameworks.scenario import VARIABLE
+from tests.support.frameworks.scenario import OfLightning as Scenario
 from tests.support.lightning.models import loaders, make_model, net
-from tests.support.lightning.scenario import Scenario
 from tierckpt.lightning import TierCheckpoint
 
 

@@ -55,15 +55,7 @@ def loaders(kind: str, workers: int, rank: int, ranks: int) -> Any:
         return DataLoader(Numbered(SAMPLES), batch_size=4 * 2 // ranks, sampler=sampler)
     if kind == "own generators":
         return DataLoader(Noisy(Samples(SAMPLES)), 4, shuffle=True, collate_fn=Collate())
-    if kind == "larger batches":
-        return DataLoader(Samples(SAMPLES), batch_size=8, shuffle=True)
-    return DataLoader(
-        Samples(SAMPLES),
-        batch_size=4,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=kind == "persistent",
-    )
+    return DataLoader(Samples(SAMPLES), batch_size=4, shuffle=True, num_workers=workers)
 
 
 def net() -> nn.Sequential:
@@ -157,8 +149,4 @@ def make_model(base: Any, kind: str, workers: int, data: str) -> Any:
             second = torch.optim.SGD(self.other.parameters(), lr=0.1, momentum=0.9)
             return [first, second], [torch.optim.lr_scheduler.StepLR(first, 3)]
 
-    class Fetching(Plain):
-        def training_step(self, dataloader_iter: Any) -> torch.Tensor:
-            return self.loss(next(dataloader_iter)[0])
-
-    return {"manual": Manual, "fetching": Fetching}.get(kind, Plain)()
+    return Manual() if kind == "manual" else Plain()

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Trainer
 from tests.support.frameworks.own_generators import ARGUMENTS, Hidden
 from tests.support.frameworks.rank import Journal, be_forked, digest, random_state, with_lora
 from tests.support.frameworks.scenario import VARIABLE
-from tests.support.transformers.scenario import Scenario
+from tests.support.frameworks.scenario import OfTransformers as Scenario
 from tierckpt.transformers import TierTrainerMixin
 
 WORDS, LENGTH, SAMPLES = 50, 16, 52

@@ -1,14 +1,48 @@
-"""Several calls of `train()` of one process at one path."""
+"""Scripts with Hugging Face's Trainer of one process: those of the documentation, and several calls
+of `train()` at one path."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.warm_python.servers import PYTHON, TRANSFORMERS
+
+pytest.importorskip("transformers", exc_type=ImportError)
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "transformers.md"
+
+
+def output_of(code: str, folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [PYTHON, "-c", code, *arguments],
+        cwd=folder,
+        env={**os.environ, **TRANSFORMERS},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_code_of_the_documentation_trains_and_resumes(tmp_path: Path) -> None:
+    first, second, of_a_fork = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    compile(of_a_fork, "docs/transformers.md", "exec")
+    before = """
+import torch, transformers
+config = transformers.GPT2Config(vocab_size=9, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+model = transformers.GPT2LMHeadModel(config)
+dataset = [{"input_ids": torch.tensor([i % 9, 1, 2, 3]), "labels": torch.tensor([1, 2, 3, 4])}
+    for i in range(64)]
+"""
+    after = "\nprint('steps', trainer.state.global_step, int(trainer.checkpointer.restored))"
+    for code, start in ((first, 0), (second, 24)):
+        assert f"steps 24 {start}" in output_of(before + code + after, tmp_path)
+
 
 SCRIPT = """
 import sys
@@ -59,9 +93,4 @@ assert more.state.global_step == 8
 
 
 def test_a_further_train_is_refused_or_asked_for(tmp_path: Path, shm_dir: Path) -> None:
-    pytest.importorskip("transformers", exc_type=ImportError)
-    places = [str(tmp_path / "ckpts"), str(shm_dir), str(tmp_path / "out")]
-    command = [PYTHON, "-c", SCRIPT, *places]
-    environment = {**os.environ, **TRANSFORMERS}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
+    output_of(SCRIPT, tmp_path, str(tmp_path / "ckpts"), str(shm_dir), str(tmp_path / "out"))

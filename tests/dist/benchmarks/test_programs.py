@@ -1,0 +1,109 @@
+"""Benchmarks for real, at toy size: ranks are killed or lost, and the jobs resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.warm_python.servers import PYTHON, THROUGHOUT
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+def started(program: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [PYTHON, str(BENCHMARKS / program), "--dir", str(folder), *arguments]
+    # No commit: changes of the working tree during the test do not make it another measurement.
+    environment = {**os.environ, **THROUGHOUT, "GIT_DIR": str(folder / "no-repository")}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def results(program: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The results of a benchmark, which leaves nothing else behind."""
+    path = folder / "results.json"
+    with started(program, folder, *arguments, "--json", str(path)) as process:
+        said = process.communicate()[1]
+    assert process.returncode == 0 or "no network namespaces" in said, said
+    assert list(folder.iterdir()) == [path]
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_goodput_counts_a_killed_job_that_comes_back(tmp_path: Path) -> None:
+    line = "--toy --methods ours --mtbf 4 --failures 2 --steps 5"
+    (row,) = results("goodput.py", tmp_path, *line.split())["rows"]
+    assert row["status"] == "ok", row
+    assert row["failures"] == 2
+    assert row["back_seconds"], "it made steps after a failure"
+    assert 0 < row["useful_steps"] <= row["made_steps"]
+
+
+def test_restart_times_a_kill_under_the_shim(tmp_path: Path) -> None:
+    line = ["--kill", "1", "--megabytes", "1", "--launchers", "tierckpt run"]
+    (row,) = results("restart.py", tmp_path, *line)["kills"]
+    total = sum(part["median"] for part in row["parts"].values())
+    assert abs(row["total"]["median"] - total) < 1e-3
+    assert set(row["shim"]) == {"death", "noticed", "ended", "forked", "script"}
+
+
+def test_a_job_of_checkfreq_resumes_from_a_persisted_snapshot(tmp_path: Path) -> None:
+    line = "lightcheck --toy --parts recovery --methods checkfreq"
+    (row,) = results("papers.py", tmp_path, *line.split())["rows"]
+    assert row["resumed_from"] in (2, 4, 6), "the newest whose persist was finished"
+    assert [step for step, _, _ in row["curve"]] == list(range(row["resumed_from"] + 1, 9))
+
+
+def test_a_job_survives_the_loss_of_its_node_and_its_log_stays_the_same(tmp_path: Path) -> None:
+    line = "scr-exa --toy --parts spares --methods ours-xor"
+    (row,) = results("papers.py", tmp_path, *line.split())["rows"]
+    if "no network namespaces" in row["status"]:
+        pytest.skip(row["status"])
+    assert row["status"] == "ok"
+    assert (row["survived"], row["losses_differing"]) == (1, 0)
+    assert row["losses_compared"] == 2 * row["steps"]
+    assert row["starts"][0]["resumed_from"] in (0, 4, 8), "0: the first loss came too early"
+
+
+def test_a_cold_restart_by_root_checkpointing_continues_bit_for_bit(tmp_path: Path) -> None:
+    line = "scr-exa --toy --parts restarts --methods root-shared"
+    (row,) = results("papers.py", tmp_path, *line.split())["rows"]
+    assert row["status"] == "ok"
+    assert [start["resumed_from"] for start in row["starts"]] == [8]
+    assert (row["losses_compared"], row["losses_differing"]) == (2 * 16, 0)
+
+
+def test_a_run_of_stall_that_was_ended_continues_with_the_missing_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    line = f"--toy --methods nothing,ours-memory --rounds 3 --json {path}".split()
+    with started("stall.py", tmp_path, *line) as first:
+        assert first.stderr is not None
+        for progress in first.stderr:
+            if progress.startswith("round 2"):
+                first.send_signal(signal.SIGTERM)
+                break
+        said = first.communicate()[1]
+    assert first.returncode == 1
+    assert f"go on with --resume {path}" in said
+    kept = json.loads(path.read_text())
+    assert kept["partial"]["rounds"] in (1, 2)
+    assert list(tmp_path.iterdir()) == [path]
+
+    with started("stall.py", tmp_path, *line, "--resume", str(path)) as second:
+        assert second.communicate()[0].count("Tierckpt, to memory") == 1
+    assert second.returncode == 0
+    complete = json.loads(path.read_text())
+    assert "partial" not in complete
+    assert complete["date"] == kept["date"]
+    assert len(complete["resumed"]) == 1
+    ours = complete["methods"][1]
+    assert (ours["status"], ours["due"], ours["others"]["count"]) == ("ok", 3 * 4, 3)
+    with started("stall.py", tmp_path, *line, "--resume", str(path)) as third:
+        assert "nothing is missing" in third.communicate()[1]
+    assert third.returncode == 1
