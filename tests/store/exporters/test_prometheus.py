@@ -179,11 +179,11 @@ def test_on_a_full_disk_the_last_file_stays(
     exporter = PrometheusFile(file, every_seconds=0)
     exporter.on_attached(JOB)
     wait_until(file.exists, "nothing is written")
+    caplog.clear()  # before the disk is full, as it is said once
     fill = small_tmpfs / "fill"
     with contextlib.suppress(OSError), fill.open("wb", buffering=0) as filling:
         while True:
             filling.write(bytes(4096))
-    caplog.clear()
     wait_until(lambda: caplog.records, "nothing is said")
     assert "tierckpt_ranks" in file.read_text()
     for event in EVENTS:
