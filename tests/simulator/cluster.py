@@ -196,10 +196,9 @@ class Launch:
                 each.notify()
 
     def kill(self) -> None:
-        """Kill all ranks, as a launcher does when one has failed."""
+        """Kill all ranks, as a launcher does when one has failed. One of them may be running."""
         for each in self.processes:
-            if each.alive:
-                self.world.kill(each)
+            self.world.end(each, -9)
         self.note_deaths()
 
 
