@@ -159,7 +159,8 @@ class PersistentError(TierckptError, OSError):
 
 
 class FlushCancelledError(TierckptError):
-    """A flush was given up between two windows: it was superseded, or the version was retired.
+    """A flush was given up between two windows: the agent shuts down for a later run's, or the
+    version was retired.
 
     Parts that are durable are found again when the same version is flushed once more.
     """
