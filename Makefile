@@ -16,7 +16,7 @@ endif
 TEST_WORKERS ?= 3
 PYTEST_ARGS := $(if $(filter-out 0,$(TEST_WORKERS)),-n $(TEST_WORKERS))
 PYTEST := $(PY) -m pytest $(PYTEST_ARGS)
-# Run at toy size. tests/dist runs goodput.py and stall.py.
+# Run at toy size: what they start has imported torch already. tests/dist runs goodput.py and stall.py.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/codecs.py benchmarks/deltas.py benchmarks/agreement.py \
 	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/objectstore.py \
@@ -151,7 +151,8 @@ docs: $(READY)
 	$(PY) tools/check_site.py build/docs/html
 
 bench: $(READY)
-	@set -e; for script in $(BENCHMARKS); do echo "$$script --toy"; $(PY) $$script --toy; done
+	@PYTHONPATH=. $(PY) -m tests.support.warm_python.servers sh -ec \
+	'for script; do echo "$$script --toy"; python $$script --toy; done' sh $(BENCHMARKS)
 
 # Needs an idle machine. New results are in build/figures; the documents stay as they are.
 figures: $(READY)

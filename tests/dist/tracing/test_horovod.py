@@ -74,6 +74,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "HOROVOD_TIMELINE": str(folder / "horovod.json"),
         "TIERCKPT_SHM_DIR": str(memory),
         "OMP_NUM_THREADS": "1",
+        "HOROVOD_CYCLE_TIME": "1",  # its default: what is compared here are milliseconds
     }
     done = subprocess.run(
         list(map(str, command)), env=env, capture_output=True, text=True, timeout=200

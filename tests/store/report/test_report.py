@@ -167,8 +167,10 @@ def test_its_figures_are_those_of_the_records(jobs: Path, pages: dict[str, Path]
     assert ["failures", "1"] in page.rows
     shares = [row for row in page.rows if row[0].startswith(("a version is", "no version is"))]
     # On a slow machine a version is under way all the time: then no time is left for the third.
-    always_busy = shares[0][:2] == ["a version is copied to memory", "100 %"]
-    assert len(shares) == 3 or (len(shares) == 2 and always_busy)
+    under_way = [row for row in shares if row[0].startswith("a version is")]
+    always_busy = sum(int(row[1].removesuffix(" %")) for row in under_way) >= 99  # rounded
+    assert len(under_way) == 2
+    assert len(shares) == 3 or always_busy
     assert any("run 2, from v3 to v" in each for each in page.texts)
 
 

@@ -1,4 +1,7 @@
-"""Start of the servers that fork Python (`server.py`), for the tests of one run of pytest."""
+"""Start of the servers that fork Python (`server.py`), for the tests of one run of pytest.
+
+As a program, it runs a command whose `python`, `torchrun` and `horovodrun` they fork.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ THROUGHOUT = {
     "PATH": f"{HERE}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
 """An environment in which it also replaces `sys.executable` in its child processes, and the
-`python` and `torchrun` that scripts call."""
+`python`, `torchrun` and `horovodrun` that scripts call."""
 os.environ["WARM_PYTHON"] = sys.executable
 SERVERS = 2
 """Hash seeds of ranks."""
@@ -72,3 +75,8 @@ def _server(name: str, framework: str = "") -> Iterator[None]:
     yield
     process.stdin.close()
     process.wait()
+
+
+if __name__ == "__main__":
+    with warm_python():
+        sys.exit(subprocess.call(sys.argv[1:], env={**os.environ, **THROUGHOUT}))
