@@ -24,9 +24,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._text import is_url
 from tierckpt.agent.address import _peer_uid
@@ -231,8 +233,7 @@ ANSWER_SECONDS = 1.0
 RUNS, SILENT, GONE = "runs", "silent", "gone"
 
 
-@dataclass(frozen=True)
-class FoundAgent:
+class FoundAgent(Struct, frozen=True):
     """An agent that left its lock file in a job's folder."""
 
     index: int

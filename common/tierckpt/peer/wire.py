@@ -32,8 +32,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt._process import boot_id
 from tierckpt.errors import ConfigError, PeerError, RefusedError
@@ -45,8 +46,7 @@ _SOME_PORT = 9
 """Port of a datagram socket that sends nothing; any port would do."""
 
 
-@dataclass(frozen=True, order=True)
-class Address:
+class Address(Struct, frozen=True, order=True):
     """Host (a name or a numeric address, IPv4 or IPv6) and TCP port."""
 
     host: str

@@ -6,10 +6,10 @@ import random
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.peer_shards import (
     SECRET,
