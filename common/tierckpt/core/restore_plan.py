@@ -27,7 +27,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from tierckpt.errors import NewerFormatError, RestoreError
-from tierckpt.format.ids import NO_RUN, Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
+from tierckpt.format.ids import (
+    NO_RUN,
+    Key,
+    Lineage,
+    Name,
+    ParityKey,
+    ShardKey,
+    VersionId,
+    newest_first,
+)
 from tierckpt.format.records import VersionFacts
 
 from .branches import Rollback, RollbackRequest
@@ -55,7 +64,7 @@ EVERYWHERE = "*"
 """Host of a location that every node can read."""
 
 
-class Location(Struct, frozen=True, order=True):
+class Location(Name, frozen=True):
     """One copy of one shard."""
 
     level: str

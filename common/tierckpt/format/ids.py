@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from tierckpt.errors import NewerFormatError
 
@@ -75,7 +76,15 @@ class VersionId(NamedTuple):
         return f"v{self.version:010d}.g{self.generation:06d}"
 
 
-class ShardKey(Struct, frozen=True, order=True):
+class Name(Struct, frozen=True, order=True):
+    """A value that sets have: msgspec's own hash is another one in each process, and so would be
+    the order of a set."""
+
+    def __hash__(self) -> int:
+        return hash(astuple(self))
+
+
+class ShardKey(Name, frozen=True):
     """The name of a shard by its content, not its writer; also its file name's stem."""
 
     LETTER: ClassVar[str] = "s"
@@ -175,7 +184,7 @@ _RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
 _FORK_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.([0-9a-f]{16})(\.hold|\.fork)")
 
 
-class VersionName(Struct, frozen=True, order=True):
+class VersionName(Name, frozen=True):
     """The name of one version of one run, with its number of shards.
 
     The run is part of the name because two runs that never saw each other's nodes may take the

@@ -30,7 +30,7 @@ import xxhash
 from msgspec import Struct
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import NO_RUN, PAGE_BYTES, ShardKey, VersionId, round_up
+from tierckpt.format.ids import NO_RUN, PAGE_BYTES, Name, ShardKey, VersionId, round_up
 from tierckpt.format.manifest import Manifest, verify_shard
 from tierckpt.group import Node
 from tierckpt.storage.durable import MappedFile, open_plain, remove
@@ -128,7 +128,7 @@ class FrameHead(Struct, frozen=True):
         return FrameHead(kind, after, digest, manifest_bytes, image_bytes)
 
 
-class SegmentName(Struct, frozen=True, order=True):
+class SegmentName(Name, frozen=True):
     """The name of a journal file: one rank's records between two versions on local."""
 
     base: ShardKey
