@@ -360,7 +360,6 @@ def check(config: Config) -> None:
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
     within("halt_exit_status", config.halt_exit_status, 0, 255)
     within("incomplete_exit_status", config.incomplete_exit_status, 0, 255)
-    one_of("health", config.health, ("off", "warn", "refuse"))
     within("health_seconds", config.health_seconds, 0.1, DAY_SECONDS)
     if config.slots:
         at_least("slots", config.slots, 2)
@@ -543,12 +542,9 @@ class Config(Struct, frozen=True):
     """If the last version of a training that has finished is missing on a level: end the process
     with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
     an error reports it, and the script continues."""
-    health: str = "off"
-    """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
-    not well; `refuse` also ends the start."""
     health_seconds: float = 20.0
-    """A directory without an answer in this time is not well. A start continues without such a
-    persistent level, and without such places for events and traces."""
+    """A start continues without a persistent level, and without places for events and traces, that
+    do not answer in this time."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     run_records: bool = True

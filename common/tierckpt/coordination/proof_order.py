@@ -102,7 +102,6 @@ def redirected(config: Config) -> Config:
         run_records=False,
         when_busy="wait",
         agent="inline",
-        health="off",
         halt_seconds_left=0.0,
         events_dir=str(order.folder / "events"),
         trace_dir="",
