@@ -32,10 +32,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from lib.files import write_json
 from lib.machine import description

@@ -44,12 +44,12 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
+from msgspec import Struct
 
 import tierckpt
 from tierckpt._text import some
@@ -162,8 +162,7 @@ LAUNCHERS = ("_allreduce_grad_async", "_grouped_allreduce_grad_async")
 """Methods that Horovod's backward hooks and `synchronize` look up at each call."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """The description of one launched reduction, from which another rank can launch its part."""
 
     names: tuple[str, ...]

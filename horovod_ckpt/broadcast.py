@@ -19,12 +19,12 @@ BatchNorm statistics differ between ranks. Torch's version counters are not enou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 import xxhash
+from msgspec import Struct
 
 from tierckpt.format.layout import PER_RANK
 from tierckpt.state import module_attributes
@@ -136,8 +136,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True)
-class _Outline:
+class _Outline(Struct, frozen=True):
     """All properties of a tensor without its values."""
 
     shape: torch.Size

@@ -13,22 +13,22 @@ import errno
 import os
 import signal
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct
 
 FAULTS_VARIABLE = "TIERCKPT_FAULTS"
 FIRED_VARIABLE = "TIERCKPT_FAULTS_DIR"
 
 
-@dataclass
-class Rule:
+class Rule(Struct):
     """One parsed rule."""
 
     text: str
     action: str
     point: str
     conditions: dict[str, str]
-    hits: int = field(default=0)
+    hits: int = 0
 
     def matches(self, where: dict[str, object]) -> bool:
         """True if all conditions hold; counts how often they do."""

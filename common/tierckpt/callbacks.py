@@ -12,8 +12,9 @@ They are the same for every adapter::
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from .events import RepeatedErrorLog
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from .restored import Restored
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """A rank's place in its job."""
 
     job_id: str

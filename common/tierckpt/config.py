@@ -19,10 +19,12 @@ import re
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 from urllib.parse import urlsplit
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from tierckpt._text import directory_of, is_url, near_names, question
 from tierckpt.errors import ConfigError
@@ -65,8 +67,7 @@ AUTO: Literal["auto"] = "auto"
 Steps = int | Literal["auto"]
 
 
-@dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(Struct, frozen=True):
     """The memory level: sealed slots, which survive a crashed process."""
 
     every_steps: Steps = 1
@@ -78,8 +79,7 @@ class MemoryConfig:
     """The next job removes the segments of a *dead* job that nobody has restarted for this time."""
 
 
-@dataclass(frozen=True)
-class LocalConfig:
+class LocalConfig(Struct, frozen=True):
     """The local level: shard files on a node-local file system."""
 
     every_steps: Steps = 0
@@ -111,8 +111,7 @@ class LocalConfig:
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
 
 
-@dataclass(frozen=True)
-class PeerConfig:
+class PeerConfig(Struct, frozen=True):
     """The peer level: a node's local level can be rebuilt from other nodes'.
 
     The agents make the redundancy of every version complete on local, without delaying training.
@@ -137,8 +136,7 @@ class PeerConfig:
         return self.redundancy.strip().lower() != "none"
 
 
-@dataclass(frozen=True)
-class PersistentConfig:
+class PersistentConfig(Struct, frozen=True):
     """The persistent level: whole versions on a parallel file system or an object store.
 
     Such a version goes to local first, and is flushed from there when it is complete on all ranks.
@@ -164,11 +162,15 @@ class PersistentConfig:
     """Number of ranks' shards that share a file."""
     codecs: str = ""
     """Codecs of this level, as `local_codecs`, which are undone first; empty: none."""
-    storage_options: str = field(default="", repr=False)
+    storage_options: str = ""
     """Options for the store's client besides the path: endpoint, keys, region. A
     directory takes `direct` and `shared_writes`. Given as a table (a mapping) or as JSON; kept as
     JSON. The options may be secret: they are shown nowhere, and the agent gets them over its
     private socket."""
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in asdict(self).items() if name != "storage_options"}
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in shown.items())})"
 
     def options(self) -> dict[str, Any]:
         """`storage_options` as keyword arguments."""
@@ -358,7 +360,6 @@ def check(config: Config) -> None:
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
     within("halt_exit_status", config.halt_exit_status, 0, 255)
     within("incomplete_exit_status", config.incomplete_exit_status, 0, 255)
-    one_of("health", config.health, ("off", "warn", "refuse"))
     within("health_seconds", config.health_seconds, 0.1, DAY_SECONDS)
     if config.slots:
         at_least("slots", config.slots, 2)
@@ -460,8 +461,7 @@ def _check_storage_options(config: Config) -> None:
             raise ConfigError(f"{name} in {STORAGE_OPTIONS} must be true or false")
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(Struct, frozen=True):
     """All settings. Frozen: they do not change during a job."""
 
     path: str = "ckpts"
@@ -542,12 +542,9 @@ class Config:
     """If the last version of a training that has finished is missing on a level: end the process
     with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
     an error reports it, and the script continues."""
-    health: str = "off"
-    """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
-    not well; `refuse` also ends the start."""
     health_seconds: float = 20.0
-    """A directory without an answer in this time is not well. A start continues without such a
-    persistent level, and without such places for events and traces."""
+    """A start continues without a persistent level, and without places for events and traces, that
+    do not answer in this time."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     run_records: bool = True
@@ -599,9 +596,8 @@ class Config:
         """Settings of the persistent level that have no effect, as `persistent_path` is not set."""
         if self.persistent.path:
             return []
-        there = fields(PersistentConfig)
-        given = [f.name for f in there if getattr(self.persistent, f.name) != f.default]
-        return [f"persistent_{name}" for name in given]
+        given, plain = asdict(self.persistent), asdict(PersistentConfig())
+        return [f"persistent_{name}" for name, value in given.items() if value != plain[name]]
 
     def uses(self, level: str) -> bool:
         """True if versions go to this level. Versions for the persistent level go to local
@@ -622,13 +618,13 @@ def known_settings() -> Mapping[str, type]:
     """Flat name -> type of every setting."""
     known: dict[str, type] = {}
     hints = get_type_hints(Config)
-    for item in fields(Config):
-        kind = hints[item.name]
+    for name in Config.__struct_fields__:
+        kind = hints[name]
         if kind in TABLES.values():
             inner = get_type_hints(kind)
-            known.update({f"{item.name}_{f.name}": _plain(inner[f.name]) for f in fields(kind)})
+            known.update({f"{name}_{each}": _plain(inner[each]) for each in kind.__struct_fields__})
         else:
-            known[item.name] = kind
+            known[name] = kind
     return known
 
 
@@ -781,7 +777,7 @@ def _storage_options(value: Any, source: str) -> str:
 
 def _build(flat: Mapping[str, Any]) -> Config:
     inner: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
-    outer: dict[str, Any] = {"path": Config.path}
+    outer: dict[str, Any] = {"path": Config().path}
     for key, value in flat.items():
         table, _, name = key.partition("_")
         if table in inner:

@@ -20,9 +20,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from ._appender import Appender
 from ._text import counted
@@ -124,8 +126,7 @@ ALWAYS_SHOWN = ("restored", "waiting", "ended")
 """Also shown, like warnings, if the script has set up no logging; those of rank 0."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True):
     """One event of one version on one level, seen from one rank."""
 
     name: str
@@ -182,8 +183,7 @@ class Event:
 Callback = Callable[[Event], None]
 
 
-@dataclass(frozen=True)
-class JobEnd:
+class JobEnd(Struct, frozen=True):
     """What the end of a job has left: the newest version on each of its levels."""
 
     version: int = 0

@@ -8,8 +8,9 @@ another thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +105,7 @@ class SingleGroup:
         """As in Group."""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(Struct, frozen=True):
     """A rank's node among those of the job."""
 
     index: int

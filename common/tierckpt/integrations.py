@@ -27,11 +27,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import asdict, astuple
 
 from tierckpt._text import counted
 from tierckpt._version import is_tested
@@ -214,8 +215,7 @@ OTHER_ORDER = (
 OTHER_CURE = "Start {ranks} ranks with the former sizes, or start a new job at another path"
 
 
-@dataclass(frozen=True)
-class StepSize:
+class StepSize(Struct, frozen=True):
     """The samples of one optimizer step, by factors: ranks, samples in a batch of one rank (0: not
     known), and batches that are accumulated."""
 
@@ -337,13 +337,13 @@ class PlaceOfAnyRanks(ResumableLoader[Batch]):
         place.batches = math.ceil(trained * factor)
         with contextlib.suppress(TypeError):  # an iterable data set has no length
             place.batches = min(place.batches, len(self))
-        self._resuming |= {"place": dict(vars(place)), "held": False, "earlier": None}
+        self._resuming |= {"place": asdict(place), "held": False, "earlier": None}
 
     def _forget_batches(self) -> None:
         """Other batches of the same order follow: nothing of the saved ones can be compared."""
         if self._resuming is not None:
             self._place.length = self._place.sampler = None
-            self._resuming |= {"place": dict(vars(self._place)), "witness": None}
+            self._resuming |= {"place": asdict(self._place), "witness": None}
 
 
 def order_batch_of(loader: Iterable[Any]) -> int:

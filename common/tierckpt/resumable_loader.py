@@ -27,9 +27,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import asdict
 from torch.utils.data import DataLoader, IterableDataset
 
 from tierckpt._text import some
@@ -58,8 +59,7 @@ TAKES = 4
 """Boundaries at which the batches are counted."""
 
 
-@dataclass
-class _Place:
+class _Place(Struct):
     """The place of a loader in its epochs."""
 
     epoch: int = 0
@@ -83,8 +83,7 @@ class _Place:
     """Kind and seed of the sampler."""
 
 
-@dataclass
-class _Streams:
+class _Streams(Struct):
     """States of generators: the process's global ones, and by name those in `_generators`."""
 
     process: Any
@@ -287,7 +286,8 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         self._first.packed()  # once: every version of the epoch contains it
         self._place.sampler_epoch = _sampler_epoch(self.loader)
         self._place.number = _counter(self.loader)[1]
-        vars(self._place).update(self._facts())
+        for name, value in self._facts().items():
+            setattr(self._place, name, value)
         return self._pass(self._place, self._new_pass())
 
     def _new_pass(self) -> Iterator[Batch]:
@@ -594,7 +594,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         resumed pass sets; `reads_again`: it also loads the batch before the newest one."""
         earlier, before, fingerprint = newest
         return {
-            "place": {**vars(self._place), "batches": batches},
+            "place": {**asdict(self._place), "batches": batches},
             "held": held,
             "earlier": earlier.packed() if reads_again and self._skip != "none" else None,
             "first": self._first.packed(),
@@ -623,7 +623,7 @@ class ResumableLoader(LoaderPlace, Generic[Batch]):
         """The state of a loader before the next epoch, with the generators as they are."""
         none = _Streams(None, {}).packed()
         number = _counter(self.loader)[1]
-        place = dict(vars(_Place(self._place.epoch + 1, number=number)))
+        place = asdict(_Place(self._place.epoch + 1, number=number))
         streams = {"first": none, "before": none, "own": now.own, "now": None}
         again = self._was_between
         return {"place": place, "held": False, "earlier": None, "again": again, **streams}

@@ -34,19 +34,20 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.utils.data import Sampler
 
 from .errors import ConfigError, TierckptError
 from .state.extras import DataPlace
 
 
-@dataclass(frozen=True)
-class Deal:
+class Deal(Struct, frozen=True):
     """The distribution of the places 0 ... `length` - 1 of an epoch's order over ranks.
 
     Pure. A *global batch* is `ranks` times `batch_size` consecutive places, dealt like cards: rank

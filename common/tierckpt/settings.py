@@ -109,12 +109,9 @@ class Settings(TypedDict, total=False):
     """If the last version of a training that has finished is missing on a level: end the process
     with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
     an error reports it, and the script continues. Default: `0`."""
-    health: str
-    """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
-    not well; `refuse` also ends the start. Default: `"off"`."""
     health_seconds: float
-    """A directory without an answer in this time is not well. A start continues without such a
-    persistent level, and without such places for events and traces. Default: `20.0`."""
+    """A start continues without a persistent level, and without places for events and traces, that
+    do not answer in this time. Default: `20.0`."""
     events_dir: str | os.PathLike[str]
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
     run_records: bool

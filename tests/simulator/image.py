@@ -21,6 +21,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from .plants import planted
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class Image:
         self.builtins = {**builtins.__dict__, "__import__": self._import, "open": opener}
         self._fresh: dict[str, Fresh] = {}
         self._known_hints: dict[Any, dict[str, Any]] = {}
+        self._known_fields: set[Any] = set()
 
     @classmethod
     def take(cls, world: World, standard: dict[str, types.ModuleType], opener: Any) -> Image:
@@ -129,6 +132,8 @@ class Image:
             raise
         if space.get("get_type_hints") is typing.get_type_hints:
             space["get_type_hints"] = self._hints
+        if space.get("convert") is msgspec.convert:
+            space["convert"] = self._convert
         self._keep(name, space)
         if parent in self.modules:
             setattr(self.modules[parent], last, module)
@@ -141,6 +146,13 @@ class Image:
                 names.update(vars(self.modules.get(each.__module__, typing)))
             self._known_hints[kind] = typing.get_type_hints(kind, globalns=names)
         return self._known_hints[kind]
+
+    def _convert(self, value: Any, kind: Any) -> Any:
+        """As `msgspec.convert`, which looks the types of fields up once, in `sys.modules`."""
+        if kind not in self._known_fields:
+            self.show()
+            self._known_fields.add(kind)
+        return msgspec.convert(value, kind)
 
     def _import(
         self,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import configparser
 import re
 from collections import Counter
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tierckpt.config import Config
 
@@ -35,12 +36,11 @@ WORDS = {
 def settings() -> dict[str, Any]:
     """Every flat name, with its default."""
     found: dict[str, Any] = {}
-    for each in fields(Config):
-        default = getattr(Config(), each.name)
-        if is_dataclass(default):
-            found |= {f"{each.name}_{f.name}": getattr(default, f.name) for f in fields(default)}
+    for name, default in asdict(Config()).items():
+        if isinstance(default, Struct):
+            found |= {f"{name}_{each}": value for each, value in asdict(default).items()}
         else:
-            found[each.name] = default
+            found[name] = default
     return found
 
 

@@ -35,7 +35,7 @@ def test_events_are_lines_of_json(tmp_path: Path) -> None:
     assert (first["name"], first["version"], first["seconds"]) == ("sealed", 7, {"copy": 0.5})
     assert first["message"] == 'a "b"\n'
     assert (second["behind_since"], second["level"]) == (5, "local")
-    assert set(first) == set(Event.__dataclass_fields__)
+    assert set(first) == set(Event.__struct_fields__)
 
 
 def test_a_restarted_job_does_not_continue_half_a_line(tmp_path: Path) -> None:

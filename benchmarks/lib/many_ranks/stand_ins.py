@@ -9,12 +9,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from tierckpt.agent.protocol import (
     Introduce,

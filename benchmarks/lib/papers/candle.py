@@ -13,8 +13,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec.structs import asdict
 
 from lib.files import SHARED_MEMORY, temporary
 from lib.methods.registry import METHODS

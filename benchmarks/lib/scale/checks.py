@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from lib.scale.published import (
     AIRESIM_ETR,

@@ -6,8 +6,9 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from lib.scale import jobs
 from lib.scale.jobs import RANKS, WAYS

@@ -17,8 +17,9 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from tierckpt._children import module_path, without_packages_own
 from tierckpt.storage.job_directory import JobDirectory
@@ -37,8 +38,7 @@ TAKEN = 3
 """Exit status of an agent that found another one in its place."""
 
 
-@dataclass(frozen=True)
-class AgentSettings:
+class AgentSettings(Struct, frozen=True):
     """Settings that an agent gets at its start."""
 
     root: str
@@ -59,8 +59,7 @@ class AgentSettings:
         return AgentFiles(JobDirectory(Path(self.root), self.folder), self.index)
 
 
-@dataclass(frozen=True)
-class AgentFiles:
+class AgentFiles(Struct, frozen=True):
     """Lock and socket of agent number `index` of a job on this node."""
 
     job: JobDirectory

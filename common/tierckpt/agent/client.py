@@ -24,9 +24,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from tierckpt._children import child_command, child_environment
 from tierckpt._text import error_text, some
@@ -431,7 +433,7 @@ class AgentConnection:
         self._process = subprocess.Popen(
             child_command(
                 "tierckpt.agent.process",
-                json.dumps(asdict(replace(settings, nice=nice, module_path=()))),
+                json.dumps(to_builtins(replace(settings, nice=nice, module_path=()))),
                 str(os.getpid()),
                 path=settings.module_path,
             ),

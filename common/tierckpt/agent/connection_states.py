@@ -20,7 +20,9 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from .address import TAKEN
 
@@ -64,8 +66,7 @@ LINKED = (State.GREETING, State.CONNECTED)
 """States with an open connection; the others have none."""
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(Struct, frozen=True):
     """A connection's state, and the facts that determine the next one. Times are monotonic."""
 
     state: State = State.SEARCHING
@@ -128,81 +129,68 @@ class Standing:
 # --- events --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Needed:
+class Needed(Struct, frozen=True):
     """A message is to be sent. `again`: a run starts, and the first rank starts the agent."""
 
     again: bool = False
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed: take the steps towards a connection that need no wait."""
 
 
-@dataclass(frozen=True)
-class Connected:
+class Connected(Struct, frozen=True):
     """An agent listens at the place `index` and was greeted."""
 
     index: int
 
 
-@dataclass(frozen=True)
-class NoListener:
+class NoListener(Struct, frozen=True):
     """No agent listens at any of the places of a `Connect`."""
 
 
-@dataclass(frozen=True)
-class ProcessStarted:
+class ProcessStarted(Struct, frozen=True):
     """A `StartProcess` was carried out."""
 
 
-@dataclass(frozen=True)
-class ProcessEnded:
+class ProcessEnded(Struct, frozen=True):
     """The followed process has ended."""
 
     status: int
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """The agent closed its end of the connection, or does not take the greeting."""
 
 
-@dataclass(frozen=True)
-class HangUp:
+class HangUp(Struct, frozen=True):
     """The owner does not use the connection any more."""
 
 
-@dataclass(frozen=True)
-class Welcomed:
+class Welcomed(Struct, frozen=True):
     """The agent said `Welcome`."""
 
     pid: int
 
 
-@dataclass(frozen=True)
-class PredecessorEnds:
+class PredecessorEnds(Struct, frozen=True):
     """The agent said `ShuttingDown`. `inherits`: it left data for its successor."""
 
     pid: int
     inherits: bool
 
 
-@dataclass(frozen=True)
-class DeclaredOutdated:
+class DeclaredOutdated(Struct, frozen=True):
     """The agent said `Outdated`."""
 
 
-@dataclass(frozen=True)
-class Unwelcomed:
+class Unwelcomed(Struct, frozen=True):
     """The agent said `Unwelcome`."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class NotUnderstood:
+class NotUnderstood(Struct, frozen=True):
     """The agent sent an invalid message."""
 
     why: str
@@ -227,63 +215,54 @@ Event = (
 # --- actions -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Connect:
+class Connect(Struct, frozen=True):
     """Connect to the first agent that listens at one of these places, and greet it. Leads to
     `Connected` or `NoListener`."""
 
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class StartProcess:
+class StartProcess(Struct, frozen=True):
     """Start an agent at the present place. Leads to `ProcessStarted`."""
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(Struct, frozen=True):
     """Close the connection."""
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """No agent is available now: raise this error."""
 
     error: OSError
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Struct, frozen=True):
     """Report a problem."""
 
     text: str
     severity: int
 
 
-@dataclass(frozen=True)
-class ReportLost:
+class ReportLost(Struct, frozen=True):
     """Report that the agent that had said welcome has ended. The owner answers with `HangUp`."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class GiveUp:
+class GiveUp(Struct, frozen=True):
     """Report that no agent is available until one is needed again."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class AcceptWelcome:
+class AcceptWelcome(Struct, frozen=True):
     """Send the queued messages. `introduce`: the agent is new, and must get the introduction of
     other nodes' agents first."""
 
     introduce: bool
 
 
-@dataclass(frozen=True)
-class ReportShutdown:
+class ReportShutdown(Struct, frozen=True):
     """Report that a predecessor shuts down, and the data that it left."""
 
 

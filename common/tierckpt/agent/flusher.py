@@ -18,8 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._text import error_text
 from tierckpt.codecs.codec import CodecError, Pipeline
@@ -131,8 +133,7 @@ def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
             mapped.close()
 
 
-@dataclass
-class UnfoldedSource:
+class UnfoldedSource(Struct):
     """A shard encoded on the local level, and plain on this one. Holds one block in memory."""
 
     shard: int

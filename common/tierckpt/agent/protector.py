@@ -11,8 +11,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt import _faults
 from tierckpt._text import error_text
@@ -43,8 +45,7 @@ from .status import Task
 Answer = Callable[[AgentMessage], None]
 
 
-@dataclass(frozen=True)
-class _Order:
+class _Order(Struct, frozen=True):
     """A version to protect, with the parties known at the time of the order: a later run has other
     shards here, and other peers."""
 

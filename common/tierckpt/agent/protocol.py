@@ -1,16 +1,15 @@
 """The protocol between trainers and their node's agent: typed messages, as JSON, in whole packets.
 
-Each message is a frozen dataclass, and so are the values that messages carry. A trainer sends
+Each message is a frozen record, and so are the values that messages carry. A trainer sends
 `Hello` first, and the agent answers with `Welcome`, or with `ShuttingDown`, `Outdated` or
 `Unwelcome`, after which it closes the connection. Orders and answers follow in both directions. A
 trainer sends `Bye` last, and the agent `Finished`, when its work for this trainer is done. End of
 file from a trainer without a `Bye` means that it was killed. `AgentStatus` is for processes
 outside the job.
 
-Encoding: a message is a JSON object with the types of the dataclass's fields. `op` names
-the message. A VersionId is written as [generation, version], a ShardKey as its stem, a tuple as a
-list. Anything but a message raises ValueError that names the field, so no other module has to check
-it.
+Encoding: a message is a JSON object with the types of the record's fields. `op` names the message.
+A VersionId is written as [generation, version], a tuple as a list. Anything but a message raises
+ValueError that names the field, so no other module has to check it.
 
 Packets: the socket keeps packets whole. It accepts no packet longer than its buffer, and truncates
 a packet longer than one read. A message about many ranks may be longer. So a long message is sent
@@ -23,16 +22,15 @@ Neither torch nor numpy is imported here, as both sides and the agent's start us
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import re
 import socket
-import types
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable
+from typing import Any, ClassVar, get_args, get_type_hints
+
+from msgspec import Struct, ValidationError, convert, to_builtins
 
 from tierckpt.config import PersistentConfig
 from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
@@ -128,8 +126,11 @@ class PacketJoiner:
         return data
 
 
-@dataclass(frozen=True)
-class TaskStatus:
+class _Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """A message, or a value that messages carry."""
+
+
+class TaskStatus(_Record, frozen=True):
     """A version on its way to a level."""
 
     level: str
@@ -143,8 +144,7 @@ class TaskStatus:
     """Upper bound; 0 while it is unknown."""
 
 
-@dataclass(frozen=True)
-class LevelStatus:
+class LevelStatus(_Record, frozen=True):
     """The results of an agent's work for one level, since the agent started."""
 
     level: str
@@ -168,8 +168,7 @@ class LevelStatus:
     """Version and reason of the last failure."""
 
 
-@dataclass(frozen=True)
-class AgentStatus:
+class AgentStatus(_Record, frozen=True):
     """What an agent does, and has done since its start."""
 
     pid: int
@@ -193,8 +192,7 @@ Mark = tuple[int, str]
 """A generation and a digest: they distinguish lists of nodes, and order them by age."""
 
 
-@dataclass(frozen=True)
-class PersistentSettings(PersistentConfig):
+class PersistentSettings(PersistentConfig, frozen=True, forbid_unknown_fields=True):
     """The persistent level's settings, and which of the job's nodes this one is."""
 
     node: int = 0
@@ -202,8 +200,7 @@ class PersistentSettings(PersistentConfig):
     """The job's setting, see `Config.best`."""
 
 
-@dataclass(frozen=True)
-class SessionSettings:
+class SessionSettings(_Record, frozen=True):
     """One trainer: its shard, its local level and the rules for its shards there."""
 
     directory: str
@@ -212,8 +209,8 @@ class SessionSettings:
     shards: int
     keep_last: int
     keep_every: int
-    persistent: PersistentSettings | None = field(default=None, repr=False)
-    """The persistent level, if there is one; its settings may hold secrets."""
+    persistent: PersistentSettings | None = None
+    """The persistent level, if there is one."""
     codecs: str = ""
     """The codecs of the local level; see `codecs.codec`."""
     ranks: tuple[int, ...] = ()
@@ -232,8 +229,7 @@ class SessionSettings:
         return self.first or not self.ranks
 
 
-@dataclass(frozen=True)
-class FlushOrder:
+class FlushOrder(_Record, frozen=True):
     """One version complete on the local level of all ranks. Alike on all nodes, except
     `directory`, `here` and `node`."""
 
@@ -263,8 +259,7 @@ class FlushOrder:
         return [self.facts.key(shard) for shard in self.here]
 
 
-@dataclass(frozen=True)
-class ServedPlaces:
+class ServedPlaces(_Record, frozen=True):
     """The places that an agent serves to other nodes: the local level's `directory`, and the job's
     memory, the folder `job` in `root`."""
 
@@ -273,11 +268,10 @@ class ServedPlaces:
     directory: str
 
 
-@dataclass(frozen=True)
-class ListenSettings:
+class ListenSettings(_Record, frozen=True):
     """The address where an agent listens for other nodes' agents; see `Protector.open`."""
 
-    secret: str = field(repr=False)
+    secret: str
     """The run's secret, which its agents prove to know."""
     interface: str
     port: int
@@ -286,9 +280,11 @@ class ListenSettings:
     """The name of another node; the route to it selects the interface."""
     serves: ServedPlaces | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.towards!r})"
 
-@dataclass(frozen=True)
-class PartySettings:
+
+class PartySettings(_Record, frozen=True):
     """One shard of this node, its group, and the addresses of the other members' agents."""
 
     shard: int
@@ -300,8 +296,7 @@ class PartySettings:
     ports: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AgentAddress:
+class AgentAddress(_Record, frozen=True):
     """The address where a node's agent listens for other nodes' agents."""
 
     host: str
@@ -322,8 +317,7 @@ class AgentAddress:
         return f"agent of node {self.node}, {self.address} port {self.port}"
 
 
-@dataclass(frozen=True)
-class KnownNodes:
+class KnownNodes(_Record, frozen=True):
     """The agents of one run of the job, and those of earlier runs that it had to ask."""
 
     generation: int
@@ -342,14 +336,13 @@ class KnownNodes:
         return self.generation, digest(repr(self.agents).encode()).hex()
 
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(_Record, frozen=True):
     """A trainer introduces itself. Fields that another protocol's trainer sends in an unknown way
     are None, or empty."""
 
@@ -361,8 +354,7 @@ class Hello:
     """Start time of the trainer (monotonic), which orders two runs."""
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(_Record, frozen=True):
     """Commit a sealed slot to the local level. Answered by `Committed` or `CommitFailed`."""
 
     key: ShardKey
@@ -370,8 +362,7 @@ class Commit:
     """The slot's path; None: its descriptor comes with the message."""
 
 
-@dataclass(frozen=True)
-class Retire:
+class Retire(_Record, frozen=True):
     """Apply retention: `keep` versions always stay, `void` ones do not count."""
 
     safe: VersionId | None
@@ -381,30 +372,26 @@ class Retire:
     void: tuple[VersionId, ...] = ()
 
 
-@dataclass(frozen=True)
-class Flush:
+class Flush(_Record, frozen=True):
     """Flush a version to the persistent level. Answered by `Flushed` or `FlushFailed`."""
 
     order: FlushOrder
 
 
-@dataclass(frozen=True)
-class Listen:
+class Listen(_Record, frozen=True):
     """Listen for other nodes' agents. Answered by `Listening` or `ListenFailed`."""
 
     where: ListenSettings
 
 
-@dataclass(frozen=True)
-class Introduce:
+class Introduce(_Record, frozen=True):
     """The parties that protect this node's shards from now on, and the agents of all nodes."""
 
     parties: tuple[PartySettings, ...]
     known_nodes: KnownNodes | None
 
 
-@dataclass(frozen=True)
-class Inherit:
+class Inherit(_Record, frozen=True):
     """Listen on the address of an agent that shut down for this one, and remember the agents that
     it knew. No answer: the run's own `Listen` follows."""
 
@@ -412,8 +399,7 @@ class Inherit:
     known_nodes: KnownNodes | None
 
 
-@dataclass(frozen=True)
-class Protect:
+class Protect(_Record, frozen=True):
     """Protect a version with other nodes' agents. Answered by `Protected` or `ProtectFailed`."""
 
     id: VersionId
@@ -421,13 +407,11 @@ class Protect:
     """Shards beside which parity is missing, if only that has to be made."""
 
 
-@dataclass(frozen=True)
-class AskProgress:
+class AskProgress(_Record, frozen=True):
     """Ask whether flushes proceed. Answered by `Progress`."""
 
 
-@dataclass(frozen=True)
-class Bye:
+class Bye(_Record, frozen=True):
     """The trainer ends as planned. Answered by `Finished`."""
 
     abandoned: bool = False
@@ -441,8 +425,7 @@ TrainerMessage = (
 # --- from an agent -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(_Record, frozen=True):
     """The agent serves this trainer."""
 
     pid: int
@@ -450,8 +433,7 @@ class Welcome:
     """Other nodes' agents that this one knows; for the node's first rank."""
 
 
-@dataclass(frozen=True)
-class ShuttingDown:
+class ShuttingDown(_Record, frozen=True):
     """The agent has another environment or protocol, and shuts down for a successor."""
 
     pid: int
@@ -462,18 +444,15 @@ class ShuttingDown:
     """Versions with a cancelled flush."""
 
 
-@dataclass(frozen=True)
-class Outdated:
+class Outdated(_Record, frozen=True):
     """A later run of the job uses this node's agent; this trainer has none any more."""
 
 
-@dataclass(frozen=True)
-class Unwelcome:
+class Unwelcome(_Record, frozen=True):
     """The agent does not serve this trainer, and does not shut down either."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(_Record, frozen=True):
     """This node's part of a version is on a level."""
 
     level: ClassVar[Level]
@@ -487,8 +466,7 @@ class Stored:
         return {"write": self.write_seconds}
 
 
-@dataclass(frozen=True)
-class NotStored:
+class NotStored(_Record, frozen=True):
     """This node's part of a version is not on a level."""
 
     level: ClassVar[Level]
@@ -498,8 +476,7 @@ class NotStored:
     """A newer version is stored instead."""
 
 
-@dataclass(frozen=True)
-class Committed(Stored):
+class Committed(Stored, frozen=True):
     """A shard is durable on the local level."""
 
     level = LOCAL
@@ -513,29 +490,25 @@ class Committed(Stored):
         return {"write": self.write_seconds, "commit": self.commit_seconds}
 
 
-@dataclass(frozen=True)
-class CommitFailed(NotStored):
+class CommitFailed(NotStored, frozen=True):
     """A shard is not on the local level."""
 
     level = LOCAL
 
 
-@dataclass(frozen=True)
-class Protected(Stored):
+class Protected(Stored, frozen=True):
     """Other nodes can rebuild this node's shards of a version."""
 
     level = PEER
 
 
-@dataclass(frozen=True)
-class ProtectFailed(NotStored):
+class ProtectFailed(NotStored, frozen=True):
     """Other nodes cannot rebuild all of this node's shards of a version."""
 
     level = PEER
 
 
-@dataclass(frozen=True)
-class Flushed(Stored):
+class Flushed(Stored, frozen=True):
     """This node's part of a version is on the persistent level."""
 
     level = PERSISTENT
@@ -543,37 +516,32 @@ class Flushed(Stored):
     """All nodes' parts are on that level."""
 
 
-@dataclass(frozen=True)
-class FlushFailed(NotStored):
+class FlushFailed(NotStored, frozen=True):
     """This node's part of a version is not on the persistent level."""
 
     level = PERSISTENT
 
 
-@dataclass(frozen=True)
-class Listening:
+class Listening(_Record, frozen=True):
     """The agent listens for other nodes' agents."""
 
     host: str
     port: int
 
 
-@dataclass(frozen=True)
-class ListenFailed:
+class ListenFailed(_Record, frozen=True):
     """The agent cannot listen for other nodes' agents."""
 
     error: str
 
 
-@dataclass(frozen=True)
-class Cleaned:
+class Cleaned(_Record, frozen=True):
     """Files that a killed writer left half-written were removed."""
 
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(_Record, frozen=True):
     """A problem that users must know of, but that decides about no version."""
 
     error: str
@@ -581,8 +549,7 @@ class Problem:
     severity: int = logging.ERROR
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(_Record, frozen=True):
     """The progress of flushes."""
 
     quiet_seconds: float
@@ -591,8 +558,7 @@ class Progress:
     """The flush under way."""
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(_Record, frozen=True):
     """All work for the trainer that said `Bye` is done."""
 
     last: bool
@@ -634,38 +600,16 @@ def version_of(message: Message) -> VersionId | None:
             return None
 
 
-Reader = Callable[[Any], Any]
-
-
-def _op_of(kind: type[Any]) -> str:
-    """Return a message's `op`: `commit_failed` for CommitFailed."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-
-
-_KINDS: dict[str, Any] = {_op_of(kind): kind for kind in get_args(Message)}
-
-
-# --- to bytes ------------------------------------------------------------------------------------
+_KINDS: dict[str, Any] = {
+    re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in get_args(Message)
+}
+"""Kinds of messages by `op`: `commit_failed` for CommitFailed."""
+_OPS = {kind: op for op, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """Return the message as JSON, with its `op`."""
-    return json.dumps({"op": _op_of(type(message)), **_plain(message)}).encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, VersionId):
-        return [value.generation, value.version]
-    if isinstance(value, ShardKey):
-        return value.stem
-    if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-# --- from bytes ----------------------------------------------------------------------------------
+    return json.dumps({"op": _OPS[type(message)], **to_builtins(message)}).encode()
 
 
 def decode(data: bytes) -> Message:
@@ -684,8 +628,8 @@ def decode(data: bytes) -> Message:
     if kind is Hello:
         return _hello(values)
     try:
-        message: Message = _reader(kind)(values)
-    except ValueError as error:
+        message: Message = convert(values, kind)
+    except ValidationError as error:
         raise ValueError(f"message {op!r}: {error}") from None
     return message
 
@@ -693,118 +637,9 @@ def decode(data: bytes) -> Message:
 def _hello(values: dict[str, Any]) -> Hello:
     found: dict[str, Any] = {"protocol": None, "session": None}
     for name, kind in get_type_hints(Hello).items():
-        with contextlib.suppress(ValueError, KeyError):
-            found[name] = _reader(kind)(values[name])
+        with contextlib.suppress(ValidationError, KeyError):
+            found[name] = convert(values[name], kind)
     return Hello(**found)
-
-
-@functools.cache
-def _reader(kind: Any) -> Reader:
-    """Return the function that makes a value of type `kind` of its JSON, or raises ValueError."""
-    if kind is VersionId:
-        return _version_id
-    if kind is ShardKey:
-        return _shard_key
-    if is_dataclass(kind):
-        return _record_reader(kind)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return _union_reader(kind, arguments)
-    if origin is Literal:
-        return _check(lambda value: value in arguments, f"one of {arguments}")
-    if origin is tuple:
-        return _tuple_reader(arguments)
-    if kind is types.NoneType:
-        return _check(lambda value: value is None, "null")
-    if kind is float:
-        number = _check(lambda value: type(value) in (int, float), "a number")
-        return lambda value: float(number(value))
-    if kind in (int, str, bool):
-        return _check(lambda value: type(value) is kind, f"of type {kind.__name__}")
-    raise TypeError(f"a message cannot have a field of type {kind}")
-
-
-def _check(fits: Callable[[Any], bool], what: str) -> Reader:
-    def read(value: Any) -> Any:
-        if not fits(value):
-            raise ValueError(f"{_shown(value)} is not {what}")
-        return value
-
-    return read
-
-
-def _shown(value: Any) -> str:
-    """Describe a value without showing it: it may be long, or secret."""
-    return f"a value of type {type(value).__name__}"
-
-
-def _version_id(value: Any) -> VersionId:
-    generation, version = _reader(tuple[int, int])(value)
-    return VersionId(generation, version)
-
-
-def _shard_key(value: Any) -> ShardKey:
-    key = ShardKey.parse(value) if isinstance(value, str) else None
-    if key is None:
-        raise ValueError(f"{_shown(value)} is not a shard's name")
-    return key
-
-
-def _tuple_reader(arguments: tuple[Any, ...]) -> Reader:
-    if arguments[-1] is Ellipsis:
-        each = _reader(arguments[0])
-        return lambda value: tuple(map(each, _list(value)))
-    readers = [_reader(argument) for argument in arguments]
-
-    def read(value: Any) -> Any:
-        if len(_list(value)) != len(readers):
-            raise ValueError(f"a list of {len(value)} is not one of {len(readers)}")
-        return tuple(reader(item) for reader, item in zip(readers, value, strict=True))
-
-    return read
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{_shown(value)} is not a list")
-    return value
-
-
-def _union_reader(kind: Any, arguments: tuple[Any, ...]) -> Reader:
-    if types.NoneType in arguments and len(arguments) == 2:
-        reader = _reader(next(each for each in arguments if each is not types.NoneType))
-        return lambda value: None if value is None else reader(value)
-    readers = [_reader(argument) for argument in arguments]
-
-    def read(value: Any) -> Any:
-        for reader in readers:
-            with contextlib.suppress(ValueError):
-                return reader(value)
-        raise ValueError(f"{_shown(value)} is not {kind}")
-
-    return read
-
-
-def _record_reader(kind: Any) -> Reader:
-    hints = get_type_hints(kind)
-    readers = {each.name: _reader(hints[each.name]) for each in fields(kind)}
-    needed = {each.name for each in fields(kind) if each.default is MISSING}
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError(f"{_shown(value)} is not an object")
-        if not needed <= value.keys() <= readers.keys():
-            lacks, more = sorted(needed - value.keys()), sorted(value.keys() - readers.keys())
-            raise ValueError(f"{kind.__name__} lacks {lacks}, and has {more} that it should not")
-        found = {}
-        for name, item in value.items():
-            try:
-                found[name] = readers[name](item)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-        return kind(**found)
-
-    return read
 
 
 # --- over a socket -------------------------------------------------------------------------------

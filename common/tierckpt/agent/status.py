@@ -24,9 +24,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._text import is_url
 from tierckpt.agent.address import _peer_uid
@@ -106,8 +108,8 @@ class Activity:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._levels: dict[str, LevelStatus] = {}
-        self._commits: set[Task] = set()
-        self._orders: set[_Order] = set()
+        self._commits: list[Task] = []
+        self._orders: list[_Order] = []
 
     def order(self) -> AbstractContextManager[None]:
         """An order for the local level, while this thread carries it out."""
@@ -125,14 +127,14 @@ class Activity:
         return self._while_in(self._commits, task)
 
     @contextlib.contextmanager
-    def _while_in(self, members: set[Member], member: Member) -> Iterator[None]:
+    def _while_in(self, members: list[Member], member: Member) -> Iterator[None]:
         with self._lock:
-            members.add(member)
+            members.append(member)
         try:
             yield
         finally:
             with self._lock:
-                members.discard(member)
+                members.remove(member)
 
     def record(self, message: AgentMessage) -> None:
         """Count a result; any other message changes nothing."""
@@ -231,8 +233,7 @@ ANSWER_SECONDS = 1.0
 RUNS, SILENT, GONE = "runs", "silent", "gone"
 
 
-@dataclass(frozen=True)
-class FoundAgent:
+class FoundAgent(Struct, frozen=True):
     """An agent that left its lock file in a job's folder."""
 
     index: int

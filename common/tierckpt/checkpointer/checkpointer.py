@@ -266,13 +266,12 @@ class Checkpointer(CheckpointerCore):
         # Nothing has been started yet.
         groups, unprotected = redundancy_groups(config, topology, group)
         slots = config.slots or start.usual_slots(state)
-        unwell = start.check_health(config, state, group, self._node, slots)
         with contextlib.ExitStack() as undo:  # a failed try must not disturb the next one
             undo.callback(group.close)
             self._join(topology, registered, on_event, started, slots, undo)
             needed_bytes = start.shard_bytes(state, group.size)
             self._resources.tell_of_room(needed_bytes, group, self._node)
-            start.report_problems(config, group, state, self._reports, unwell, unprotected)
+            start.report_problems(config, group, state, self._reports, unprotected)
             self._connect_levels(groups)
             self._prepare_copies(undo)
             self._watch_loop(model, undo)

@@ -24,14 +24,14 @@ the agents protect it. A shard with a damaged file, still in a slot of its rank,
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict, replace
 
 from tierckpt import _process
 from tierckpt._children import module_path
@@ -468,7 +468,7 @@ def agent_client(
     is the same, so that this rank may start the agent too."""
     persistent = None
     if config.uses("persistent"):
-        level = dataclasses.asdict(config.persistent)
+        level = asdict(config.persistent)
         where = {"node": node.index, "best": config.best}
         persistent = PersistentSettings(**{**level, **where})
     return AgentClient(

@@ -5,10 +5,10 @@ stored version.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from tierckpt._text import some
 from tierckpt.coordination.versions import Reports
@@ -23,8 +23,7 @@ from tierckpt.state.training_state import TrainingState
 from .adapter import Adapter
 
 
-@dataclass
-class Position:
+class Position(Struct):
     """The place of the live state in the training."""
 
     version: int = 0

@@ -22,11 +22,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from tierckpt import _milestones
 from tierckpt._text import some

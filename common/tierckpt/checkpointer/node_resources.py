@@ -34,7 +34,7 @@ from tierckpt.storage.notes import remove_fork_notes
 from tierckpt.storage.slot_pool import SlotPool, too_small
 from tierckpt.storage.slots import images_of
 
-__all__ = ["NodeResources", "held_bytes", "lacking_bytes"]
+__all__ = ["NodeResources", "held_bytes"]
 
 
 class NodeResources:
@@ -217,7 +217,9 @@ def lacking_room(
     place = config.directory if in_place else config.shm_dir
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    more = lacking_bytes(config, job, node, shard_bytes, count, in_place)
+    files = image_file.most_files(config, count) if in_place else count
+    held = held_bytes(config, job, node, in_place)
+    more = files * shard_bytes * len(node.ranks) - held
     if more <= free:
         return ""
     ranks = len(node.ranks)
@@ -228,16 +230,6 @@ def lacking_room(
             "be committed. Give it more memory, or set local_keep_last to less"
         )
     return f"{needs} for {count} slots each: {too_small(place)}"
-
-
-def lacking_bytes(
-    config: Config, job: JobDirectory, node: Node, shard_bytes: int, count: int, in_place: bool
-) -> int:
-    """Bytes that `count` slots of each rank of this node need beyond those that they hold already;
-    0 if they need no more."""
-    files = image_file.most_files(config, count) if in_place else count
-    held = held_bytes(config, job, node, in_place)
-    return max(files * shard_bytes * len(node.ranks) - held, 0)
 
 
 def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:

@@ -22,7 +22,6 @@ import contextlib
 import logging
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,16 +35,16 @@ from torch.utils.data import DataLoader, Sampler
 from tierckpt import _process
 from tierckpt._text import some
 from tierckpt.config import Config
-from tierckpt.coordination.error_barrier import ErrorBarrier, raise_any, said_by
+from tierckpt.coordination.error_barrier import ErrorBarrier, raise_any
 from tierckpt.coordination.job_history import keep_rollback_record
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.versions import Reports
 from tierckpt.core.decisions import Schedule
 from tierckpt.core.levels import LOCAL, MEMORY
 from tierckpt.core.parts import Part, Parts, call
-from tierckpt.errors import NodeHealthError, RestoreError, TierckptError
+from tierckpt.errors import RestoreError, TierckptError
 from tierckpt.format.ids import Lineage, VersionId
-from tierckpt.group import Group, Node
+from tierckpt.group import Group
 from tierckpt.hooks.iterations import Accumulation
 from tierckpt.restore.progress import Progress
 from tierckpt.restored import Restored
@@ -55,13 +54,10 @@ from tierckpt.state.extras import DataPlace, LoaderPlace, first_values, is_gener
 from tierckpt.state.names import named_modules
 from tierckpt.state.optimizers import refuse_model
 from tierckpt.state.training_state import TrainingState, label_optimizers
-from tierckpt.storage import health, slots
-from tierckpt.storage.job_directory import job_directory
 
 from .adapter import Adapter
 from .levels import Tiers, repair
 from .live_state import LiveState
-from .node_resources import lacking_bytes
 from .shutdown import Finished
 
 if TYPE_CHECKING:
@@ -121,13 +117,12 @@ def _on_all_ranks(group: Group) -> Iterator[None]:
 
 
 def report_problems(
-    config: Config, group: Group, state: TrainingState, reports: Reports, *severe: str
+    config: Config, group: Group, state: TrainingState, reports: Reports, unprotected: str
 ) -> None:
-    """Report `severe` problems that are not empty, settings without effect, and state not stored,
-    or stored in a way of its own."""
-    for text in severe:
-        if text and group.rank == 0:
-            reports.notice(text, logging.ERROR)
+    """Report ranks without the redundancy that was asked for, settings without effect, and state
+    not stored, or stored in a way of its own."""
+    if unprotected and group.rank == 0:
+        reports.notice(unprotected, logging.ERROR)
     if idle := config.idle:
         reports.notice_of_all(f"without persistent_path there is no effect of {some(idle)}")
     if omitted := left_out(state):
@@ -211,46 +206,6 @@ def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
     if isinstance(optimizer, torch.optim.SGD):
         return int(bool(options.get("momentum")))
     return 2 + int(bool(options.get("amsgrad")))
-
-
-def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:
-    """Check the job's nodes: returns their problems as text, by node name; empty if there are none
-    or `health` is `off`. Collective: the first rank of each node examines it. Each rank of a node
-    needs room for `count` slots.
-
-    Raises NodeHealthError on all ranks if a node has problems and `health` is `refuse`.
-    """
-    if config.health == "off":
-        return ""
-    name = config.node or socket.gethostname()
-    problems_here: list[str] = []
-    if node.first == group.rank:
-        needs, memory_bytes = _needs(config, shard_bytes(state, group.size), group, node, count)
-        processes = config.agent != "inline"
-        problems_here = health.examine(needs, memory_bytes, config.health_seconds, processes)
-    gathered = group.all_gather_object((name, problems_here))
-    error = NodeHealthError({name: problems for name, problems in gathered if problems})
-    if error.problems and config.health == "refuse":
-        raise said_by(error, 0, group.rank)
-    return str(error)
-
-
-def _needs(
-    config: Config, shard_bytes: int, group: Group, node: Node, count: int
-) -> tuple[list[health.Need], int]:
-    """The room that this node's directories and memory need: for the slots that do not exist yet,
-    and for one version on each level. With it the bytes of those slots."""
-    job = job_directory(config)
-    in_place = slots.expected(config)
-    slots_bytes = lacking_bytes(config, job, node, shard_bytes, count, in_place)
-    needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
-    if config.uses("local"):
-        local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)
-        needs.append(health.Need(config.directory, local_bytes, make=True))
-    if config.uses("persistent") and "://" not in config.persistent.path:
-        shared = (config.persistent.path, shard_bytes * group.size)
-        needs.append(health.Need(*shared, make=True, parents=False))
-    return needs, slots_bytes
 
 
 PLACES = (DataPlace, DataLoader, Sampler)

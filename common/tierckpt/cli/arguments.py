@@ -8,7 +8,8 @@ import argparse
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tierckpt._text import bytes_of, directory_of, is_url, seconds_of
 from tierckpt.errors import ConfigError
@@ -107,8 +108,7 @@ USAGE_OF_TARGETS = (
 )
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(Struct, frozen=True):
     """A version named on the command line."""
 
     path: str

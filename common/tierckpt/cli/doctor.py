@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
 from rich.table import Table
 from rich.text import Text
 

@@ -5,9 +5,11 @@ This module imports torch, so `prove` imports it when the test starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._text import counted, some
 from tierckpt.coordination.proof_order import KEPT as KEPT_FOLDER
@@ -32,8 +34,7 @@ JOURNAL_ENDS = "the journal ends at"
 """Part of the notice that a journal has stopped."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """One test, as requested on the command line."""
 
     command: tuple[str, ...]

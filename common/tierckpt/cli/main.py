@@ -18,16 +18,16 @@ import os
 import re
 import sys
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from tierckpt._text import near_names, question
 from tierckpt._version import __version__
 from tierckpt.errors import TierckptError
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(Struct, frozen=True):
     """A command, without its arguments."""
 
     name: str

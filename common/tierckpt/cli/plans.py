@@ -11,11 +11,13 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt._text import counted, size_text, time_text
 from tierckpt.core.tuning import (
@@ -99,8 +101,7 @@ def interval(args: argparse.Namespace, console: Console) -> None:
 # --- observations --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """The input of the table."""
 
     step_seconds: float = 0.0

@@ -14,9 +14,11 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from tierckpt._text import counted, directory_of, size_text, some
 from tierckpt.core.restore_plan import FoundParity, Location
@@ -66,8 +68,7 @@ NEWEST = 0
 """In place of a version's number: the one that a restart takes from disks."""
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(Struct, frozen=True):
     rank: int
     nbytes: int
     name: str
@@ -417,8 +418,7 @@ def _drawn(
         yield from _drawn(branch.below, lines, width, deeper)
 
 
-@dataclass
-class _Tally:
+class _Tally(Struct):
     """Counts of one version on one level."""
 
     copies: int = 0

@@ -20,8 +20,10 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, TierckptError
@@ -32,8 +34,7 @@ class CodecError(TierckptError):
     """A codec cannot work: its package or its key is missing, or is another one."""
 
 
-@dataclass(frozen=True)
-class BlockId:
+class BlockId(Struct, frozen=True):
     """Identity of a block. No two blocks of a job agree in all fields but the last."""
 
     job: str
@@ -102,8 +103,7 @@ FULL_EVERY = 8
 """One in this number of versions is whole, unless the user sets another number."""
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Struct, frozen=True):
     """The operations of a level on blocks. False when there are none. Any thread."""
 
     codecs: tuple[Codec, ...] = ()

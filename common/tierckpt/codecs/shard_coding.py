@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ShardKey
@@ -41,8 +42,7 @@ def content_hash(block: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(block)
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(Struct, frozen=True):
     """A whole version of one shard, for other versions to refer to."""
 
     manifest: Manifest
@@ -68,8 +68,7 @@ class Base:
         )
 
 
-@dataclass
-class Chain:
+class Chain(Struct):
     """The base of one shard on one level, and the number of references to it. One thread."""
 
     base: Base | None = None

@@ -27,8 +27,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt._text import error_text
 from tierckpt.group import Group, Node, Pending, SingleGroup
@@ -427,8 +428,7 @@ class _Leader:
             link.no_more()  # `receive` sees its end, after the frames that it sent before
 
 
-@dataclass(frozen=True)
-class _Meeting:
+class _Meeting(Struct, frozen=True):
     """Values that every rank sends to the others before the tree is made."""
 
     pid: int

@@ -13,8 +13,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from tierckpt._text import error_text, some
 from tierckpt.agent.client import AgentClient

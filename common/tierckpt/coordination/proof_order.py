@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from tierckpt.config import PREFIX, Config, MemoryConfig, PeerConfig, PersistentConfig
 from tierckpt.errors import ConfigError
@@ -31,8 +33,7 @@ _PATHS: dict[str, str] = {}
 """The scripts' own paths, by the scratch folder used instead."""
 
 
-@dataclass(frozen=True)
-class ProofOrder:
+class ProofOrder(Struct, frozen=True):
     """Instructions for one run."""
 
     folder: Path
@@ -101,7 +102,6 @@ def redirected(config: Config) -> Config:
         run_records=False,
         when_busy="wait",
         agent="inline",
-        health="off",
         halt_seconds_left=0.0,
         events_dir=str(order.folder / "events"),
         trace_dir="",

@@ -11,9 +11,11 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt import _process
 from tierckpt._process import host_id, host_name
@@ -35,8 +37,7 @@ OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port", "export"
 """Settings that may differ between ranks: a disk's path may contain the node's name."""
 
 
-@dataclass(frozen=True)
-class JobTopology:
+class JobTopology(Struct, frozen=True):
     """The job's nodes and failure domains, by rank."""
 
     hosts: tuple[str, ...]
@@ -59,8 +60,7 @@ class JobTopology:
         return Node.of(self.hosts[rank], self.hosts)
 
 
-@dataclass(frozen=True)
-class _RankSettings:
+class _RankSettings(Struct, frozen=True):
     """Values that a rank sends to the others."""
 
     digest: str

@@ -17,8 +17,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tierckpt._text import some
 from tierckpt.errors import ConfigError, RestoreError
@@ -46,8 +48,7 @@ FORK_SETTING = "fork_from"
 _SOURCE = re.compile(r"(.+)@v?(\d+)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class ForkSource:
+class ForkSource(Struct, frozen=True):
     """A version of another job, as people name it."""
 
     path: str
@@ -69,8 +70,7 @@ def source_of(text: str) -> ForkSource:
     return source
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """The record of a job that started from a version of another one, or is to."""
 
     source: str
@@ -94,7 +94,7 @@ class Origin:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the record, with the names of FORMAT.md."""
-        values = dict(vars(self)) | {"version": self.id.version, "generation": self.id.generation}
+        values = asdict(self) | {"version": self.id.version, "generation": self.id.generation}
         del values["id"]
         return values
 
@@ -121,8 +121,7 @@ def fork_name(host: str, path: str, source: str, id_: VersionId, run_id: str) ->
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Child:
+class Child(Struct, frozen=True):
     """The mark of a fork, at its source."""
 
     id: VersionId
@@ -135,8 +134,14 @@ class Child:
     since_seconds: float = 0.0
     held: bool = True
     """The fork still needs the version."""
-    where: str = field(default="", compare=False)
-    """The place of the mark."""
+    where: str = ""
+    """The place of the mark; not compared."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Child) and asdict(self) | {"where": other.where} == asdict(other)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.name))
 
 
 ROLLBACK_SETTING = "rollback_to"
@@ -144,8 +149,7 @@ MAX_HONOURED = 64
 """Limit of the names of requests in a record."""
 
 
-@dataclass(frozen=True)
-class RollbackRequest:
+class RollbackRequest(Struct, frozen=True):
     """A wish to go back to a version, until a run has done so."""
 
     version: int
@@ -155,8 +159,7 @@ class RollbackRequest:
     """The place that has the request."""
 
 
-@dataclass(frozen=True, order=True)
-class Rollback:
+class Rollback(Struct, frozen=True, order=True):
     """The record of a run that went back: its entry in the lineage, and all earlier requests."""
 
     generation: int

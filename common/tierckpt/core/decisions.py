@@ -19,13 +19,15 @@ import json
 import math
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import chain, compress, count
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from tierckpt._text import error_text
 from tierckpt.config import AUTO, Config, Steps
@@ -158,8 +160,7 @@ NO_HALT = HaltVote()
 """The vote of a rank without a wish to end."""
 
 
-@dataclass(frozen=True)
-class HaltRequest:
+class HaltRequest(Struct, frozen=True):
     """Conditions to stop; one of them is enough. Times are Unix seconds."""
 
     now: bool = False
@@ -228,9 +229,7 @@ class HaltRequest:
         """Return this request with the values that `other` sets in place of its own."""
         plain = HaltRequest()
         changes = {
-            f.name: getattr(other, f.name)
-            for f in fields(self)
-            if getattr(other, f.name) != getattr(plain, f.name)
+            name: value for name, value in asdict(other).items() if value != getattr(plain, name)
         }
         return replace(self, **changes)
 
@@ -401,8 +400,7 @@ VOTE_WIDTH = len(Vote().pack())
 """Without the parts."""
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """The action of all ranks at one boundary."""
 
     take: tuple[Level, ...] = ()
@@ -418,8 +416,7 @@ class Decision:
     """Automatic intervals that change at this boundary."""
 
 
-@dataclass
-class Schedule:
+class Schedule(Struct, dict=True):
     """The levels' due versions. `decide` advances it alike on every rank."""
 
     config: Config
@@ -429,7 +426,7 @@ class Schedule:
     """Levels with a due version already reported as skipped."""
     requested: frozenset[Level] = frozenset()
     """Levels that have not yet taken the version that a user requested."""
-    tuner: Tuner | None = field(init=False, default=None)
+    tuner: Tuner | None = None
     """Chooses the automatic intervals; None if there are none."""
     seen: int = 0
     """The version of the last boundary."""

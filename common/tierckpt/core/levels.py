@@ -9,10 +9,11 @@ measured by `tuning`, for intervals that are automatic.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from tierckpt.config import Config
 from tierckpt.format.ids import VersionId
@@ -59,8 +60,7 @@ REMEMBERED = 16
 message."""
 
 
-@dataclass
-class Ledger:
+class Ledger(Struct):
     """Knowledge about the versions taken to one level, oldest first. Equal on every rank."""
 
     safe: VersionId | None = None
@@ -91,8 +91,7 @@ class Ledger:
         return known if also_safe is None else superseded_by(also_safe, known)
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(Struct, frozen=True):
     """First automatic interval of a level, before the job's costs are known."""
 
     first_steps: int
@@ -104,8 +103,7 @@ class Interval:
     """A version is written during later steps, so its cost is spread over several steps."""
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """One row of the table: all that differs between levels."""
 
     name: str
@@ -205,8 +203,7 @@ class Cost(NamedTuple):
     """Number of these steps; 0 where the write ends within one step."""
 
 
-@dataclass(frozen=True)
-class CostEstimate:
+class CostEstimate(Struct, frozen=True):
     """Cost of checkpoints; 0: not known yet."""
 
     step_us: int = 0

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from tierckpt.core.decisions import Vote
 from tierckpt.core.levels import Level
@@ -38,8 +39,7 @@ class VoteField(NamedTuple):
     """The number of a rank without the part, or without anything to say."""
 
 
-@dataclass(slots=True)
-class Boundary:
+class Boundary(Struct):
     """One boundary. Parts read it, and answer the loop in the attributes that say so."""
 
     id: VersionId

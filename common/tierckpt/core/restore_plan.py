@@ -20,12 +20,23 @@ import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from tierckpt.errors import NewerFormatError, RestoreError
-from tierckpt.format.ids import NO_RUN, Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
+from tierckpt.format.ids import (
+    NO_RUN,
+    Key,
+    Lineage,
+    Name,
+    ParityKey,
+    ShardKey,
+    VersionId,
+    newest_first,
+)
 from tierckpt.format.records import VersionFacts
 
 from .branches import Rollback, RollbackRequest
@@ -53,8 +64,7 @@ EVERYWHERE = "*"
 """Host of a location that every node can read."""
 
 
-@dataclass(frozen=True, order=True)
-class Location:
+class Location(Name, frozen=True):
     """One copy of one shard."""
 
     level: str
@@ -78,8 +88,7 @@ class Location:
         return not self.is_far and not self.encoded
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(Struct, frozen=True):
     """A shard that a rank found by its manifest. Its data was not read."""
 
     key: ShardKey
@@ -90,8 +99,7 @@ class Found:
     """Time of the version by the clock of its rank; None where its manifest was not read."""
 
 
-@dataclass(frozen=True)
-class FoundParity:
+class FoundParity(Struct, frozen=True):
     """Parity that a rank found by its manifest. Its data was not read."""
 
     key: ParityKey
@@ -122,8 +130,7 @@ class Problem(NamedTuple):
         return Problem(place, f"{what}{why}", isinstance(error, NewerFormatError), keys)
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(Struct, frozen=True):
     """Everything that one rank sees at a restart."""
 
     found: tuple[Found, ...]
@@ -244,8 +251,7 @@ REBUILT = Location(PEER, EVERYWHERE, "rebuilt")
 """The location of a rebuilt shard."""
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Struct, frozen=True):
     """The place that one shard is read from."""
 
     shard: int
@@ -261,8 +267,7 @@ class Source:
         return self.place == REBUILT
 
 
-@dataclass(frozen=True)
-class ParitySource:
+class ParitySource(Struct, frozen=True):
     """The place of the parity beside one member's shard, and the rank that reads and checks it."""
 
     member: int
@@ -274,8 +279,7 @@ class ParitySource:
     """The segments that are read; the others are not needed."""
 
 
-@dataclass(frozen=True)
-class Rebuild:
+class Rebuild(Struct, frozen=True):
     """Lost shards of one redundancy group, and the parity to rebuild them from."""
 
     group: tuple[int, ...]
@@ -287,8 +291,7 @@ class Rebuild:
     """All parity of the group that exists and was not found damaged."""
 
 
-@dataclass(frozen=True)
-class RestorePlan:
+class RestorePlan(Struct, frozen=True):
     """The version to restore, and each shard's source, by shard number."""
 
     id: VersionId

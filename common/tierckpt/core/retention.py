@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tierckpt.format.ids import (
     Lineage,
@@ -69,8 +70,7 @@ class Spared:
         return {id_ for id_ in (self.version, self._next) if id_ is not None}
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
+class RetentionPolicy(Struct, frozen=True):
     """Rules that keep versions; a version stays if one of the rules keeps it."""
 
     keep_last: int = 2
@@ -135,8 +135,7 @@ def retirable(
     return sorted(i for i in gone if i not in keep)
 
 
-@dataclass(frozen=True)
-class HeldVersion:
+class HeldVersion(Struct, frozen=True):
     """A version on the persistent level."""
 
     facts: VersionFacts

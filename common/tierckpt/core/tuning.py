@@ -28,9 +28,11 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from math import hypot, sqrt
 from statistics import median
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt.config import AUTO, Config
 from tierckpt.core.levels import (
@@ -139,8 +141,7 @@ SHARES: dict[str, float] = {level: interval.failure_share for level, interval in
 TINY = 1e-12
 
 
-@dataclass(frozen=True)
-class LevelModel:
+class LevelModel(Struct, frozen=True):
     """One level's costs and failures."""
 
     name: str
@@ -155,8 +156,7 @@ class LevelModel:
     job resumes from the version before. No other version is taken here in between."""
 
 
-@dataclass(frozen=True)
-class Overhead:
+class Overhead(Struct, frozen=True):
     """The shares of time that checkpoints and failures take."""
 
     checkpoints: float
@@ -478,8 +478,7 @@ def _us(seconds: float) -> int:
     return max(1, round(1e6 * seconds))
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(Struct, frozen=True):
     """An interval that changes."""
 
     level: Level

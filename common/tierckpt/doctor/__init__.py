@@ -2,7 +2,7 @@
 
 `examination.examine` runs the checks of all modules and returns findings; `cli.doctor` draws them.
 A check is independent of all others: an error in it is a finding. The checks of directories and
-memory are those of `storage.health`, which `tierckpt health` and jobs use before a start.
+memory are those of `storage.health`, which `tierckpt health` makes before a start.
 """
 
 from typing import TYPE_CHECKING

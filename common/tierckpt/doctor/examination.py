@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._process import host_id
 from tierckpt._text import error_text, is_url, some
@@ -61,16 +63,14 @@ SECTIONS: dict[str, tuple[Check, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(Struct, frozen=True):
     """The findings of some checks."""
 
     title: str
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Struct, frozen=True):
     """All findings on one node."""
 
     node: str
@@ -146,8 +146,7 @@ COMPARED = ("tierckpt", "python", "torch", "copy engine", "horovod", "mpi")
 """Findings that should be the same on all nodes."""
 
 
-@dataclass(frozen=True)
-class Offset:
+class Offset(Struct, frozen=True):
     """Bounds of a clock's offset from that of rank 0, in seconds."""
 
     low: float

@@ -20,8 +20,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from tierckpt._text import is_url
 from tierckpt.errors import ConfigError
@@ -420,8 +421,7 @@ FAST_MBITS = 25_000
 """An interface faster than most with an unknown speed (a virtual machine's)."""
 
 
-@dataclass(frozen=True)
-class Interface:
+class Interface(Struct, frozen=True):
     """One network interface, as /sys/class/net shows it."""
 
     name: str

@@ -16,9 +16,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt._children import end_with_parent
 
@@ -73,8 +74,7 @@ print("horovod_probe: " + json.dumps(answer), flush=True)
 )
 
 
-@dataclass(frozen=True)
-class Horovod:
+class Horovod(Struct, frozen=True):
     """Horovod and MPI of a Python."""
 
     missing: str = ""

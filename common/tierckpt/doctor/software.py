@@ -19,11 +19,12 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 import tierckpt
 from tierckpt import __version__
@@ -56,8 +57,7 @@ class Mark(StrEnum):
     """Does not work."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One fact."""
 
     name: str
@@ -68,8 +68,7 @@ class Finding:
     """Commands or settings that change a mark to good; empty if there is nothing to do."""
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """The job, node and environment to examine."""
 
     config: Config = field(default_factory=Config)

@@ -55,8 +55,9 @@ row that they collect.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec import Struct
 
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import PAGE_BYTES, round_up
@@ -157,8 +158,7 @@ def _add_scaled(row: Sequence[int], factor: int, other: Sequence[int]) -> list[i
     return [a ^ multiply(factor, b) for a, b in zip(row, other, strict=True)]
 
 
-@dataclass(frozen=True, order=True)
-class Segment:
+class Segment(Struct, frozen=True, order=True):
     """Segment `index` of a member's shard, or of its parity."""
 
     member: int
@@ -169,8 +169,7 @@ class Segment:
         return f"{'parity' if self.parity else 'segment'} {self.index} of member {self.member}"
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(Struct, frozen=True):
     """`k` data and `m` parity segments a row, on a ring of `n` members.
 
     Raises ValueError for numbers that give no code.
@@ -201,8 +200,7 @@ class Code:
         return (segment.member + 1 + segment.index) % self.n
 
 
-@dataclass(frozen=True)
-class Stripes:
+class Stripes(Struct, frozen=True, dict=True):
     """A code over shards of given lengths; gives the length of every segment.
 
     `shard_bytes` holds the length of every member's shard, in the order of the ring.
@@ -262,8 +260,7 @@ class Stripes:
         return low, high
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(Struct, frozen=True):
     """Compute `outputs` as `matrix` times `sources`, at the member `collector`."""
 
     row: int
@@ -273,8 +270,7 @@ class Task:
     matrix: Matrix
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Struct, frozen=True):
     """Segments that a member sends and receives at the same time.
 
     In a round every member sends to the one at a fixed distance after it on the ring, and receives
@@ -287,8 +283,7 @@ class Round:
     receives: tuple[Segment, ...]
 
 
-@dataclass(frozen=True)
-class MemberPlan:
+class MemberPlan(Struct, frozen=True):
     """Work of one member in every window: `gather`, then `tasks`, then `scatter`, in order.
 
     A member owns the segments that it stores. It needs a window of a segment received in `gather`

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tierckpt._process import host_name
 from tierckpt._text import some
@@ -31,8 +32,7 @@ class TooFewDomainsError(ConfigError):
     """The scheme is valid, but the job has too few ranks for it, or too many in one domain."""
 
 
-@dataclass(frozen=True)
-class Scheme:
+class Scheme(Struct, frozen=True):
     """How a group's members protect each other. `str()` gives the form that `parse` takes.
 
     `none`: no protection. `partner`: `m` whole copies on other members; survives any m losses in a
@@ -82,8 +82,7 @@ class Scheme:
         return Code(members, self.k or members - 1, self.m)
 
 
-@dataclass(frozen=True)
-class RedundancyGroup:
+class RedundancyGroup(Struct, frozen=True):
     """Ranks that protect one another; `ranks[i]` is the code's member i."""
 
     ranks: tuple[int, ...]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tierckpt.format.ids import ParityKey
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, parity_blocks
@@ -15,8 +17,7 @@ from tierckpt.format.records import VersionFacts, misfit, seal, unseal
 from .codes import Code, Stripes
 
 
-@dataclass(frozen=True)
-class ParityManifest:
+class ParityManifest(Struct, frozen=True, dict=True):
     """Facts about one parity file."""
 
     facts: VersionFacts
@@ -76,7 +77,8 @@ class ParityManifest:
 
     def encode(self) -> bytes:
         """Encode as a line of JSON, and a line with its xxh3_128."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "facts"}
+        own = asdict(self)
+        del own["facts"]
         digests = base64.b64encode(self.digests).decode()
         return seal("parity", {**self.facts.to_json(), **own, "digests": digests})
 
@@ -92,7 +94,9 @@ class ParityManifest:
             values["digests"] = base64.b64decode(values["digests"])
             values["facts"] = VersionFacts.from_json(values)
             values["group"], values["members"] = tuple(values["group"]), tuple(values["members"])
-            made = ParityManifest(**{f.name: values[f.name] for f in fields(ParityManifest)})
+            made = ParityManifest(
+                **{name: values[name] for name in ParityManifest.__struct_fields__}
+            )
             made._check()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise misfit(values, "parity manifest", error) from error

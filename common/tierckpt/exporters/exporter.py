@@ -24,9 +24,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+
+from msgspec import Struct
 
 from tierckpt.callbacks import Callbacks, Job
 from tierckpt.errors import ConfigError
@@ -60,8 +61,7 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(Struct, frozen=True):
     """One metric. Equal on all exporters."""
 
     name: str
@@ -88,8 +88,7 @@ class Metric:
         return "/".join((PREFIX, name, *labels))
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """A change of a metric: what a counter grows by, a gauge's value, or an observation."""
 
     metric: Metric

@@ -16,11 +16,12 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from string import Template
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt._text import counted, near_names, question
 from tierckpt.core.retention import KEEP_ALL
@@ -92,8 +93,7 @@ REFUSED = {
 """Values without a counterpart, each with the remedy."""
 
 
-@dataclass(frozen=True)
-class ScrSettings:
+class ScrSettings(Struct, frozen=True):
     """The settings of one run."""
 
     prefix: str

@@ -16,10 +16,11 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt import _faults
 from tierckpt._text import counted, error_text
@@ -56,8 +57,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class FilesShard:
+class FilesShard(Struct, frozen=True):
     """One rank's shard before it is copied: pure bookkeeping."""
 
     files: tuple[SourceFile, ...]

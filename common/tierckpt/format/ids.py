@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from tierckpt.errors import NewerFormatError
 
@@ -74,8 +76,15 @@ class VersionId(NamedTuple):
         return f"v{self.version:010d}.g{self.generation:06d}"
 
 
-@dataclass(frozen=True, order=True)
-class ShardKey:
+class Name(Struct, frozen=True, order=True):
+    """A value that sets have: msgspec's own hash is another one in each process, and so would be
+    the order of a set."""
+
+    def __hash__(self) -> int:
+        return hash(astuple(self))
+
+
+class ShardKey(Name, frozen=True):
     """The name of a shard by its content, not its writer; also its file name's stem."""
 
     LETTER: ClassVar[str] = "s"
@@ -105,7 +114,7 @@ class ShardKey:
         return f"{self.id} {self.NOUN} {self.shard} of {self.shards}"
 
 
-class ParityKey(ShardKey):
+class ParityKey(ShardKey, frozen=True):
     """The name of the parity beside a shard: the bytes its rank stores for the rest of its group.
 
     Never equal to a ShardKey, although its fields are the same.
@@ -175,8 +184,7 @@ _RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
 _FORK_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.([0-9a-f]{16})(\.hold|\.fork)")
 
 
-@dataclass(frozen=True, order=True)
-class VersionName:
+class VersionName(Name, frozen=True):
     """The name of one version of one run, with its number of shards.
 
     The run is part of the name because two runs that never saw each other's nodes may take the
@@ -206,8 +214,7 @@ class VersionName:
         return f"{self.id} (generation {self.id.generation}, run {self.run_id})"
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(Struct, frozen=True):
     """The groups of a version's shards."""
 
     shards: int
@@ -283,8 +290,7 @@ def held_by_forks(names: Iterable[str]) -> set[VersionId]:
     return {mark[0] for mark in map(parse_fork_mark, names) if mark is not None and mark[2]}
 
 
-@dataclass(frozen=True)
-class SharedPlaces:
+class SharedPlaces(Struct, frozen=True):
     """The places in a file that many writers share: a table of records, then the shards.
 
     A place is as large as the version's largest shard, so offsets follow from that one number.

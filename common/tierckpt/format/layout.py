@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 from typing import NamedTuple
+
+from msgspec import Struct
 
 UNIT_BYTES = 16 * 1024
 """A tensor is divided in multiples of this; a smaller one goes to one rank whole."""
@@ -98,8 +99,7 @@ class Piece(NamedTuple):
         return self.stop - self.start == self.spec.numel
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(Struct, frozen=True):
     """Bytes `[offset, offset + nbytes)` of the data section.
 
     `parts` are `(piece index, first element, last element + 1)`, relative to the piece's start.
@@ -112,8 +112,7 @@ class Block:
     """Placement of all parts."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """One rank's shard without the header, see `plan_layout`."""
 
     rank: int

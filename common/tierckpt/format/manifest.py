@@ -15,12 +15,12 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import xxhash
+from msgspec import Struct, field
 
 from tierckpt._text import error_text
 from tierckpt.errors import CorruptShardError, FormatError
@@ -34,8 +34,7 @@ from .shard_file import decode_header, item_sizes, metadata_of, runs, unrun
 __all__ = ["check", "digests_of", "parity_blocks", "verify_shard"]
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(Struct, frozen=True, dict=True):
     """Instructions to restore the image of an encoded shard. Lengths and digests of its manifest
     are those of the stored bytes; the manifest of the sealed shard is the last stored block."""
 
@@ -155,8 +154,7 @@ DIGEST_BYTES = 8
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """The description of one shard of one version."""
 
     facts: VersionFacts

@@ -18,10 +18,11 @@ import base64
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from tierckpt._text import error_text
 from tierckpt.errors import CorruptShardError, FormatError
@@ -83,8 +84,7 @@ def checked(data: bytes, what: str) -> bytes:
 ITERATION_COUNTS = ("calls", "steps")
 
 
-@dataclass(frozen=True)
-class VersionFacts:
+class VersionFacts(Struct, frozen=True):
     """The facts of one version; equal on all ranks, except `metric`."""
 
     job: str
@@ -187,8 +187,7 @@ def fingerprint(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-@dataclass(frozen=True)
-class ShardRecord:
+class ShardRecord(Struct, frozen=True):
     """The place of one shard's bytes, and the checksum of the stored bytes."""
 
     shard: int
@@ -235,8 +234,7 @@ def decode_shards(kind: str, data: bytes) -> dict[int, ShardRecord]:
     return {r.shard: r for r in found}
 
 
-@dataclass(frozen=True)
-class VersionManifest:
+class VersionManifest(Struct, frozen=True):
     """The record, written last, that makes a version exist."""
 
     facts: VersionFacts
@@ -314,8 +312,7 @@ TRAINING_END = "the training's end"
 """The reason of an end without a request: the training has made its last step."""
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Struct, frozen=True):
     """One run. Unknown facts are empty."""
 
     run_id: str
@@ -380,8 +377,7 @@ class RunRecord:
         )
 
 
-@dataclass(frozen=True)
-class RunEnd:
+class RunEnd(Struct, frozen=True):
     """The end of a run, as one of its ranks noted it."""
 
     run_id: str
@@ -397,7 +393,7 @@ class RunEnd:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the record, with the names of FORMAT.md."""
-        return dict(vars(self))
+        return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> RunEnd:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby
 from json.encoder import encode_basestring_ascii as _quoted
 from operator import add
@@ -27,6 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 import xxhash
+from msgspec import Struct, field
 
 from tierckpt._text import error_text
 from tierckpt.errors import FormatError
@@ -158,8 +158,7 @@ _SAFETENSORS_DTYPE = {
 }
 
 
-@dataclass(frozen=True)
-class ShardHeader:
+class ShardHeader(Struct, frozen=True):
     """The content of a shard's header."""
 
     pieces: tuple[Piece, ...]
@@ -277,8 +276,7 @@ def _head(piece: Piece) -> str:
     return f'{{"dtype":"{code}","shape":{_JSON.encode(shape)},"data_offsets":'
 
 
-@dataclass(frozen=True)
-class ShardSummary:
+class ShardSummary(Struct, frozen=True):
     """The summary of one shard, which its reader sends to all ranks. Its size depends on the number
     of tensors that start in it, so the sum over all shards does not grow with tensors times ranks.
     """
@@ -313,8 +311,7 @@ class ShardSummary:
         return self.header_bytes + self.data_bytes
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(Struct, frozen=True):
     """The state that a rank takes from one shard alone: its position and its own values."""
 
     manifest: bytes
@@ -342,8 +339,7 @@ class RankState:
         return RankState(manifest, tree, specs, trained, there)
 
 
-@dataclass
-class VersionSummary:
+class VersionSummary(Struct):
     """The content of a version, for one rank."""
 
     outlines: Sequence[ShardSummary]
@@ -351,7 +347,7 @@ class VersionSummary:
     own: RankState
     missing: list[str] = field(default_factory=list)
     """Tensors with elements in no shard, as text."""
-    specs: dict[str, TensorSpec] = field(init=False)
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
     """Striped tensors by name."""
 
     def __post_init__(self) -> None:

@@ -19,12 +19,14 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt._text import counted
 from tierckpt.errors import ConfigError
@@ -34,8 +36,7 @@ from .records import RankRun, Sample, Span
 __all__ = ["category_lines", "conclusions", "run_lines"]
 
 
-@dataclass(frozen=True)
-class Category:
+class Category(Struct, frozen=True):
     """One category. `google` is its type in the library ML Goodput Measurement."""
 
     title: str
@@ -72,8 +73,7 @@ RESTART = ("noticed", "ended", "relaunch", "import", "setup", "rendezvous", "att
 """Categories between the failure and the first step."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Struct, frozen=True, dict=True):
     """One run of the job, on all ranks with records of it."""
 
     ranks: dict[int, RankRun]
@@ -145,8 +145,7 @@ class Ending(Enum):
     """The newest records of the job: it runs, or it failed and was not started again."""
 
 
-@dataclass
-class Division:
+class Division(Struct):
     """Seconds by category, and steps."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -154,8 +153,7 @@ class Division:
     lost: int = 0
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(Struct, frozen=True):
     """Time between two boundaries with records."""
 
     seconds: float
@@ -285,8 +283,7 @@ MANY_RECORDS = 20
 """Of so many records, the longest silence shows how often there are some."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Struct, frozen=True):
     """A stretch of one category, for the picture. Within one span the order is that of categories:
     stalls are between steps in truth."""
 
@@ -295,8 +292,7 @@ class Part:
     seconds: float
 
 
-@dataclass
-class RunAccount:
+class RunAccount(Struct):
     """One run of the job; times in Unix seconds by its lowest rank's clock."""
 
     number: int
@@ -348,8 +344,7 @@ class RunAccount:
             self.parts.append(Part(category, start, end - start))
 
 
-@dataclass
-class Account:
+class Account(Struct):
     """The whole job. `runs` have their restart's parts, from the failure before them on."""
 
     runs: list[RunAccount]

@@ -7,8 +7,9 @@ the run's first record on, so that a clock set during the run changes no duratio
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from tierckpt._text import counted
 from tierckpt.errors import ConfigError
@@ -18,8 +19,7 @@ NOTICED_SET_SECONDS = 1.0
 """A clock that was set by more is named in a note."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """A boundary: its end, its version, and the stalls since the span's start."""
 
     at: float
@@ -27,8 +27,7 @@ class Sample:
     stall_seconds: float
 
 
-@dataclass
-class Span:
+class Span(Struct):
     """Training without a restore, from `start` and `version` on."""
 
     start: float
@@ -47,8 +46,7 @@ class Span:
         return max(self.version, self.reached, *(s.version for s in self.samples[-1:]))
 
 
-@dataclass
-class RankRun:
+class RankRun(Struct):
     """One checkpointer of one rank, from the start of its process to its last sign of life."""
 
     rank: int

@@ -19,10 +19,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from tierckpt._text import error_text
 from tierckpt.config import parse_notices
@@ -77,8 +78,7 @@ AZURE_ENDS = frozenset(("Preempt", "Terminate", "Reboot", "Redeploy"))
 AWS_ENDS = frozenset(("terminate", "stop", "hibernate"))
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(Struct, frozen=True):
     """The announced end of this machine."""
 
     action: str
@@ -192,8 +192,7 @@ def _object(text: str) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Cloud:
+class Cloud(Struct, frozen=True):
     """One cloud's service."""
 
     endpoint: Callable[[Mapping[str, str]], str]

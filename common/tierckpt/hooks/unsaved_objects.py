@@ -27,12 +27,12 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -227,8 +227,7 @@ TRAINERS = {
 OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
 
 
-@dataclass
-class Found:
+class Found(Struct):
     """The objects of the process, of any training."""
 
     schedulers: list[Any] = field(default_factory=list)

@@ -8,11 +8,11 @@ model's, a dict of small values is an object's (a scheduler, a scaler).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from tierckpt._text import some
 from tierckpt.errors import ConfigError
@@ -57,8 +57,7 @@ class Unread:
         """Drop items."""
 
 
-@dataclass
-class ForeignState:
+class ForeignState(Struct):
     """The state in another tool's checkpoint, or for one. Tensors may be views of mapped files."""
 
     kind: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.offline.stored_version import Saved, StoredVersion
@@ -31,8 +32,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Struct, frozen=True):
     """Options of a reader or a writer; a format ignores those that it does not have."""
 
     model_key: str | None = None
@@ -41,8 +41,7 @@ class Options:
     """Limit of one file of weights; None: the format's own."""
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(Struct, frozen=True):
     """A format. `recognizes` and `read` get the source's path, `write` a path that does not exist
     yet; it writes a file or a folder there, and returns remarks for the user."""
 

@@ -16,11 +16,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
+from msgspec import Struct
 
 from tierckpt._text import is_url, some
 from tierckpt.config import Config, load_config
@@ -315,8 +315,7 @@ class VersionImage:
         return found
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(Struct, frozen=True):
     """A version that was written and verified."""
 
     facts: VersionFacts

@@ -10,9 +10,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from tierckpt._text import error_text, size_text
 from tierckpt.coordination.error_barrier import ErrorBarrier

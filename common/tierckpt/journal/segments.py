@@ -23,14 +23,14 @@ import re
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
+from msgspec import Struct
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import NO_RUN, PAGE_BYTES, ShardKey, VersionId, round_up
+from tierckpt.format.ids import NO_RUN, PAGE_BYTES, Name, ShardKey, VersionId, round_up
 from tierckpt.format.manifest import Manifest, verify_shard
 from tierckpt.group import Node
 from tierckpt.storage.durable import MappedFile, open_plain, remove
@@ -86,8 +86,7 @@ ITSELF = -1
 """In place of a keeper: the rank of the shard wrote the file."""
 
 
-@dataclass(frozen=True)
-class FrameHead:
+class FrameHead(Struct, frozen=True):
     """The head of a frame."""
 
     kind: int
@@ -129,8 +128,7 @@ class FrameHead:
         return FrameHead(kind, after, digest, manifest_bytes, image_bytes)
 
 
-@dataclass(frozen=True, order=True)
-class SegmentName:
+class SegmentName(Name, frozen=True):
     """The name of a journal file: one rank's records between two versions on local."""
 
     base: ShardKey
@@ -229,8 +227,7 @@ def outdated(bases: Iterable[VersionId], safe: VersionId | None, keep: int) -> s
     return {*known[: max(len(known) - keep, 0)]}
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """A frame in a mapped file. Head and manifest are sound, the image is as `verify` finds it."""
 
     head: FrameHead
@@ -248,8 +245,7 @@ class Frame:
         verify_shard(self.manifest, self.image, f"the record of {self.manifest.id}")
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(Struct, frozen=True):
     """A record: the gradients of some optimizer steps, and the small state after them."""
 
     path: Path
@@ -362,8 +358,7 @@ def _frames(file: MappedFile) -> Iterator[Frame]:
         low = end
 
 
-@dataclass(frozen=True)
-class FileOwner:
+class FileOwner(Struct, frozen=True):
     """One rank, as the owner of journal files."""
 
     rank: int
@@ -450,8 +445,7 @@ def unused_journal(
     return text
 
 
-@dataclass(frozen=True)
-class JournalReach:
+class JournalReach(Struct, frozen=True):
     """The records after one version. Heads and manifests were read, images were not."""
 
     base: int
@@ -493,8 +487,7 @@ def reach_of_restart(there: Survey) -> JournalReach | None:
     return reach_of(there.directories, plan.id, len(plan.sources), there.rollback_run)
 
 
-@dataclass(frozen=True)
-class JournalCheck:
+class JournalCheck(Struct, frozen=True):
     """All records of one rank in a directory, or all in a copy, compared with their checksums."""
 
     records: int

@@ -17,11 +17,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import xxhash
+from msgspec import Struct
 
 from tierckpt._text import some
 from tierckpt.config import Config
@@ -105,8 +105,7 @@ class CopiedTree:
         target[part.numel() :].zero_()
 
 
-@dataclass(frozen=True)
-class Image:
+class Image(Struct, frozen=True):
     """A shard's bytes, in two parts."""
 
     header: bytes

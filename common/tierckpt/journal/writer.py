@@ -10,10 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec import Struct
 
 from tierckpt import _faults
 from tierckpt.format.ids import PAGE_BYTES, VersionId
@@ -30,8 +30,7 @@ MAX_WAITING = 3
 """Records that may wait for the disk in memory. One more, and the disk does not keep up."""
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(Struct, frozen=True):
     """A record to write."""
 
     segment: SegmentName

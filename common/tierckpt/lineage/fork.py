@@ -27,10 +27,11 @@ import functools
 import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt import _faults as faults
 from tierckpt._text import some
@@ -79,8 +80,7 @@ the objects in `extra` and `extra_per_rank`, without those that are the job's ow
 samplers, counts of a loop."""
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """A choice of parts, and new names for tensors of the model."""
 
     parts: tuple[str, ...] = PARTS
@@ -138,8 +138,7 @@ def matched(pattern: str, name: str) -> str | None:
     return None
 
 
-@dataclass
-class PartReport:
+class PartReport(Struct):
     """What became of each tensor of a version of which parts were loaded, and of the live state.
     Names are those of the model, without `model/` or `buffer/`; other entries have their prefix."""
 
@@ -428,8 +427,7 @@ class _ChosenParts:
                 self._report.other.append(f"{name} are under the source's names, and were left out")
 
 
-@dataclass(frozen=True)
-class ForkOrder:
+class ForkOrder(Struct, frozen=True):
     """What a call of `restore()` says about a fork. The same on all ranks."""
 
     source: str = ""
@@ -439,8 +437,7 @@ class ForkOrder:
     strict: bool = True
 
 
-@dataclass
-class Forked:
+class Forked(Struct):
     """A version of another job in the live state."""
 
     found: VerifiedVersion

@@ -17,10 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from tierckpt._text import counted, is_url, some
 from tierckpt.config import load_config
@@ -51,8 +53,7 @@ __all__ = [
 ]
 
 
-@dataclass
-class VersionNode:
+class VersionNode(Struct):
     """A version that exists on some level."""
 
     id: VersionId
@@ -86,13 +87,12 @@ class VersionNode:
 
     def as_json(self) -> dict[str, Any]:
         """The version for other programs."""
-        values = {"version": self.id.version, **vars(self)}
+        values = {"version": self.id.version, **asdict(self)}
         del values["id"]
         return values
 
 
-@dataclass(eq=False)
-class RunNode:
+class RunNode(Struct, eq=False):
     """A run: the versions that it took, and what came from them."""
 
     generation: int
@@ -145,8 +145,7 @@ class RunNode:
         }
 
 
-@dataclass(eq=False)
-class JobNode:
+class JobNode(Struct, eq=False):
     """A job, with its runs."""
 
     path: str
@@ -195,8 +194,7 @@ class JobNode:
         }
 
 
-@dataclass(eq=False)
-class ForkNode:
+class ForkNode(Struct, eq=False):
     """A fork of a version."""
 
     child: Child
@@ -253,8 +251,7 @@ MAX_STARTS = 2
 UUID = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 
 
-@dataclass
-class Branch:
+class Branch(Struct):
     """A line of the tree, with those below it."""
 
     text: str

@@ -21,8 +21,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt import _faults as faults
 from tierckpt._text import directory_of, is_url, some
@@ -74,8 +76,7 @@ TRIES = 5
 """Attempts to read a version from the memory of a running job."""
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Struct, frozen=True):
     """A version of another job, as this job asks for it."""
 
     path: str
@@ -96,8 +97,7 @@ class Wanted:
         return str(ForkSource(self.path, self.version))
 
 
-@dataclass
-class SourceLook:
+class SourceLook(Struct):
     """What all ranks see of the source. The same on all ranks, except `here`."""
 
     candidates: Candidates

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from tierckpt._text import some
 from tierckpt.coordination.proof_order import order_here
@@ -41,8 +43,7 @@ Group = tuple[VersionId, str, int, str]
 """Version, run, number of shards, and level."""
 
 
-@dataclass
-class Row:
+class Row(Struct):
     """The copies of one version of one run on one level."""
 
     version: int
@@ -88,7 +89,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row for other programs."""
-        values = dict(vars(self))
+        values = asdict(self)
         values["missing"] = self.missing
         values["there"] = len(self.there)
         return values
@@ -340,8 +341,7 @@ def _shard_names(shards: Sequence[int]) -> str:
     return f"{'shards' if shards[1:] else 'shard'} {some(shards, MAX_SHARDS)}"
 
 
-@dataclass(frozen=True)
-class Latest:
+class Latest(Struct, frozen=True):
     """A version as its manifests describe it. As an index it is `iteration`."""
 
     version: int

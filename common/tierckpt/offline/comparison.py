@@ -14,12 +14,13 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 import xxhash
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import asdict, replace
 
 from tierckpt._text import some
 from tierckpt.core.restore_plan import Problem
@@ -51,8 +52,7 @@ CHUNK_ELEMENTS = 1 << 19
 """Number of elements compared at once: a few megabytes in float64."""
 
 
-@dataclass
-class Numbers:
+class Numbers(Struct):
     """The difference of two tensors of one shape and dtype. Floating-point and complex values are
     compared where both are finite; other types are only counted."""
 
@@ -73,8 +73,7 @@ class Numbers:
     infs: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """One value that differs between A and B."""
 
     name: str
@@ -90,13 +89,12 @@ class Difference:
 
     def as_json(self) -> dict[str, Any]:
         """The difference for other programs."""
-        values = asdict(self)
+        values: dict[str, Any] = to_builtins(self)
         values.update(values.pop("numbers") or {})
         return values
 
 
-@dataclass
-class Comparison:
+class Comparison(Struct):
     """The comparison of two versions."""
 
     differences: list[Difference] = field(default_factory=list)
@@ -321,8 +319,7 @@ def _merged(rows: Iterable[Difference], ranks: int) -> Iterator[Difference]:
 MAX_SHOWN = 4
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """The wanted versions."""
 
     every: int | None = None
@@ -332,7 +329,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what is no whole number, and for an `every` of no steps."""
-        for name, value in vars(self).items():
+        for name, value in asdict(self).items():
             if value is not None and not isinstance(value, SupportsIndex):
                 raise ConfigError(f"{name}={value!r}: give a whole number")
         if self.every is not None and self.every < 1:
@@ -349,12 +346,11 @@ class Choice:
         }
 
     def __str__(self) -> str:
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(Struct, frozen=True):
     """The versions that were chosen, and those that may be missing among them."""
 
     parts: dict[VersionId, Survey]

@@ -12,11 +12,11 @@ import importlib
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from tierckpt._text import error_text, some
 from tierckpt.errors import ConfigError, RestoreError
@@ -48,8 +48,7 @@ Leaf = Any
 """A tensor, an array, or a plain value."""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(Struct, frozen=True):
     """A leaf: the class of a value, not torch's. Its contents are leaves, too."""
 
     name: str

@@ -11,12 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import Location, Problem, RestorePlan
@@ -67,8 +68,7 @@ TRIES = 5
 """A running job may retire a version while it is read; then there is a newer one."""
 
 
-@dataclass
-class Saved:
+class Saved(Struct):
     """One version in host memory. Everything belongs to the caller."""
 
     version: int
@@ -522,8 +522,7 @@ class Shard:
         return low, low + self.manifest.rank_state_bytes
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Struct, frozen=True):
     """A piece of a tensor, and the shard that contains it."""
 
     shard: Shard
@@ -542,8 +541,7 @@ class Part:
         return (start, stop, *self.shard.covering(*self.range_of(start, stop)))
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """One tensor of a version, in consecutive parts."""
 
     spec: TensorSpec
@@ -765,8 +763,7 @@ def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> Sto
     return found
 
 
-@dataclass(frozen=True)
-class _OpenStore:
+class _OpenStore(Struct, frozen=True):
     """A store that several shards share; it is closed with the version."""
 
     store: FarStore

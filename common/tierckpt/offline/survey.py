@@ -16,8 +16,9 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from tierckpt import _process
 from tierckpt._text import counted, directory_of, is_url, some
@@ -221,8 +222,7 @@ OpenPersistent = Callable[[str], PersistentStore]
 """Opens the persistent store at an address."""
 
 
-@dataclass
-class Survey:
+class Survey(Struct):
     """The result. Only manifests were read."""
 
     found: list[Found] = field(default_factory=list)
@@ -515,8 +515,7 @@ def _look_at_slots(job: JobDirectory, there: Survey) -> None:
 MAX_NAMED = 8
 
 
-@dataclass
-class _Job:
+class _Job(Struct):
     """Places that belong together, by the names of jobs and runs in them."""
 
     names: set[str]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from tierckpt.codecs.shard_coding import check_stored
 from tierckpt.core.restore_plan import Found, FoundParity, Source
@@ -23,8 +24,7 @@ from .catalog import manifest_at
 from .survey import Copy, Survey
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """The result for one copy of a shard, or of parity."""
 
     copy: Copy

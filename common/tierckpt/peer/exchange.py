@@ -43,9 +43,10 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+from msgspec import Struct, field
 
 from tierckpt import _faults
 from tierckpt._text import error_text
@@ -71,8 +72,7 @@ from .wire import MAX_TEXT, Address, Link, no_excuse
 __all__ = ["SHOWN_NAMES", "Blame", "Party"]
 
 
-@dataclass(frozen=True)
-class Party:
+class Party(Struct, frozen=True):
     """A group, and the addresses of its members."""
 
     group: RedundancyGroup
@@ -173,8 +173,7 @@ RETRY_SECONDS = 0.2
 """Interval between attempts to reach a missing agent."""
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """A member's contribution: the image of a sealed slot, or a mapped file. Never written to."""
 
     image: memoryview
@@ -184,8 +183,7 @@ class Shard:
     """Called after the last byte was read; False: the image was refilled in between."""
 
 
-@dataclass
-class Report:
+class Report(Struct):
     """Results of an exchange: bytes, and the seconds of each phase."""
 
     parity_bytes: int = 0

@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt.core.levels import AGENT, MEMORY
 from tierckpt.core.restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
@@ -327,8 +328,7 @@ class RemoteNode:
             self._link = None
 
 
-@dataclass(frozen=True)
-class RemoteFile:
+class RemoteFile(Struct, frozen=True):
     """One shard or parity. Reading raises as the node's methods do."""
 
     node: RemoteNode

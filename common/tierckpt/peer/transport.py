@@ -24,9 +24,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from tierckpt._text import error_text
 from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
@@ -41,8 +42,7 @@ LOOK_SECONDS = 0.2
 """Interval of checks while a member waits for an exchange to start."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Time limits of waiting for a peer."""
 
     join_seconds: float = 60.0

@@ -22,8 +22,9 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt.erasure import kernels
 from tierckpt.erasure.codes import Code, MemberPlan, Round, Segment, Stripes, Task, plan_rebuild
@@ -37,8 +38,7 @@ from .parity_file import Read
 from .wire import MAX_TEXT, Link
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(Struct, frozen=True):
     """A window of a segment, on its way from member `source`; `at` names it on the wire."""
 
     source: int

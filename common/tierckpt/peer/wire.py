@@ -32,11 +32,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from tierckpt._process import boot_id
 from tierckpt.errors import ConfigError, PeerError, RefusedError
+from tierckpt.format.ids import Name
 
 _SIOCGIFADDR = 0x8915
 _NOT_IN_USE = 0x68
@@ -45,8 +45,7 @@ _SOME_PORT = 9
 """Port of a datagram socket that sends nothing; any port would do."""
 
 
-@dataclass(frozen=True, order=True)
-class Address:
+class Address(Name, frozen=True):
     """Host (a name or a numeric address, IPv4 or IPv6) and TCP port."""
 
     host: str

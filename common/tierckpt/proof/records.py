@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from tierckpt.coordination.proof_order import RECORDS
 from tierckpt.format.manifest import digest
@@ -41,8 +42,7 @@ class Writer:
                 data = data[file.write(data) or 0 :]
 
 
-@dataclass(frozen=True)
-class State:
+class State(Struct, frozen=True):
     """One rank's contents of a version."""
 
     digest: str
@@ -59,8 +59,7 @@ class State:
             return found
 
 
-@dataclass
-class RankRun:
+class RankRun(Struct):
     """One rank's part of one start of a job."""
 
     rank: int
@@ -98,8 +97,7 @@ class RankRun:
         return max(self.states, default=0)
 
 
-@dataclass
-class Record:
+class Record(Struct):
     """The record of one checkpointer in a run; a script may have several."""
 
     runs: dict[int, list[RankRun]] = field(default_factory=dict)

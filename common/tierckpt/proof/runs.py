@@ -19,10 +19,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt.coordination.proof_order import PROGRESS, VARIABLE, ProofOrder
 from tierckpt.errors import TierckptError
@@ -173,8 +175,7 @@ class ProveError(TierckptError):
     """A run failed to do its part of the test."""
 
 
-@dataclass
-class Run:
+class Run(Struct):
     """One run of the command: one launch, or several if it is killed and restarted."""
 
     name: str

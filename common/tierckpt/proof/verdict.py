@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt._text import counted, some
 from tierckpt.offline.entry_names import in_order, part_of
@@ -41,8 +43,7 @@ MAX_NAMES = 6
 _RANGE = re.compile(r"\[\d+:\d+\]$")
 
 
-@dataclass(frozen=True)
-class Departure:
+class Departure(Struct, frozen=True):
     """The first version at which two runs differ."""
 
     version: int
@@ -337,8 +338,7 @@ NO_CHANGE = "not compared: {names} did not change in these steps"
 NO_SKIP = "not compared: the scale of {names} did not change, so no step was skipped in these steps"
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """The numbers given on the command line."""
 
     start: int
@@ -399,8 +399,7 @@ def _of_epochs(run: RankRun, versions: Sequence[int], request: Request) -> str:
     return text.format(how=how)
 
 
-@dataclass(frozen=True)
-class _Epochs:
+class _Epochs(Struct, frozen=True):
     """Passes over loaders that are in progress at boundaries: those of the training."""
 
     seen: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]

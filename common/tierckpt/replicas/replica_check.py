@@ -24,11 +24,11 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
+from msgspec import Struct
 
 from tierckpt._text import some
 from tierckpt.coordination.ballots import OWN_WIDTH, Rows
@@ -134,8 +134,7 @@ def odd_ranks(column: Sequence[Hashable]) -> tuple[int, ...] | None:
     return tuple(rank for rank, each in enumerate(column) if each != value)
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """A difference between replicas. Equal on all ranks."""
 
     names: tuple[str, ...]
@@ -149,7 +148,7 @@ class Finding:
     """The newest version known to be equal on all ranks; None if there is none in this run."""
     more: bool = False
     """More tensors may differ; they were not compared."""
-    structure: tuple[str, ...] = field(default=())
+    structure: tuple[str, ...] = ()
     """For tensors with another name, type or shape on some ranks: each rank's version."""
     apart: bool = False
     """Ranks made as many steps at different iterations, and cannot be asked what differs."""
@@ -236,8 +235,7 @@ class Facts(NamedTuple):
     """A digest of the same slices, hashed at this boundary; NONE if there is none."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """The result of an inquiry; the same on all ranks."""
 
     nothing: bool = False

@@ -10,7 +10,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from msgspec import Struct
 
 from tierckpt._text import counted, size_text
 from tierckpt._version import __version__
@@ -511,8 +511,7 @@ summary { cursor: pointer; color: #225 }
 """
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(Struct, frozen=True):
     """A part of the page: for each job its figures, and what is below them."""
 
     title: str

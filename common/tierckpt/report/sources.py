@@ -10,10 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from tierckpt._text import is_url
 from tierckpt.errors import ConfigError, TierckptError
@@ -37,8 +38,7 @@ MAX_TRACES = 16
 EVENTS, TRACES, USAGE = "events-r*.jsonl", "trace-r*.json", "usage-r*.jsonl"
 
 
-@dataclass
-class Copy:
+class Copy(Struct):
     """A version on one level, over all ranks."""
 
     level: str
@@ -52,8 +52,7 @@ class Copy:
     nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Cores in use in the time before `at`."""
 
     at: float
@@ -63,8 +62,7 @@ class Usage:
     """By rank, and for `agent`."""
 
 
-@dataclass
-class Job:
+class Job(Struct):
     """All of one job."""
 
     path: str

@@ -12,9 +12,10 @@ import logging
 import shlex
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from tierckpt import _process
 from tierckpt._process import host_name

@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from tierckpt._text import error_text
 from tierckpt.config import Config
@@ -103,8 +103,7 @@ class RestoreSession(VersionSearch):
                 self._notices.other_path(id_, manifest.facts.job)
 
 
-@dataclass(frozen=True)
-class LoadedVersion:
+class LoadedVersion(Struct, frozen=True):
     """The loaded version, on this rank."""
 
     manifest: Manifest

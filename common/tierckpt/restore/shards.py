@@ -21,11 +21,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from msgspec import Struct, field
 
 from tierckpt._text import error_text
 from tierckpt.codecs.codec import CodecError
@@ -405,8 +406,7 @@ def _lacks_room(error: BaseException | None) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """A failed read of one copy (of a shard, or of parity), with the reason."""
 
     key: ShardKey

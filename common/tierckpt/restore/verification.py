@@ -20,9 +20,11 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt._text import error_text
 from tierckpt.coordination.error_barrier import ErrorBarrier, gather_or_raise, raise_any
@@ -225,8 +227,7 @@ def _without(copies: Sequence[Sequence[C]], out: Container[str]) -> list[list[C]
     return [left[id(each)] for each in copies]
 
 
-@dataclass
-class VerifiedVersion:
+class VerifiedVersion(Struct):
     """A verified version, ready to be loaded."""
 
     plan: RestorePlan
@@ -311,8 +312,7 @@ def all_finished(version: VerifiedVersion, group: ErrorBarrier) -> None:
     raise_any(group.all_gather_object(version.trouble), version.incomplete, group.rank)
 
 
-@dataclass(frozen=True)
-class SpillPolicy:
+class SpillPolicy(Struct, frozen=True):
     """Where a rank that fetches most of a version stores it, if most of the version is already
     live. Otherwise the rank would hold two copies, as the live one changes only after all of the
     fetched one is sound."""
@@ -331,8 +331,7 @@ class SpillPolicy:
         return in_memory(manifest, then)
 
 
-@dataclass
-class RestoreContext:
+class RestoreContext(Struct):
     """Resources and measurements of one restore on this rank, passed to every step. Training
     thread, except `on_read`."""
 
@@ -406,8 +405,7 @@ def find(
         context.seconds += time.perf_counter() - start
 
 
-@dataclass
-class ShareRead:
+class ShareRead(Struct):
     """The part of a plan that one rank has read and rebuilt."""
 
     plan: RestorePlan

@@ -7,7 +7,6 @@ that have imported everything and wait for a rank.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import selectors
@@ -15,8 +14,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tierckpt import _milestones
 
@@ -42,8 +43,7 @@ OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job from outside; a failure is none of these."""
 
 
-@dataclass(frozen=True)
-class End:
+class End(Struct, frozen=True):
     """The end of one rank's script in one attempt."""
 
     status: int
@@ -67,23 +67,20 @@ class End:
         return describe(self.status)
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(Struct, frozen=True):
     """Order: end the script if it runs, and start this attempt."""
 
     attempt: int
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(Struct, frozen=True):
     """Order: the launcher decides from now on; the end of a script is the end of its shim."""
 
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """Order: all scripts have ended well; end."""
 
 
@@ -431,4 +428,4 @@ class Hub:
 
 def ended_message(attempt: int, end: End) -> Message:
     """The message that a rank's script has ended."""
-    return {"ended": dataclasses.asdict(end), "attempt": attempt, "at": time.time()}
+    return {"ended": asdict(end), "attempt": attempt, "at": time.time()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 __all__ = [
     "DESCRIPTION",
@@ -65,8 +66,7 @@ _JOB_IDS = (
 machine has the same."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Struct, frozen=True):
     """Rank and launcher of this process."""
 
     launcher: str
@@ -144,8 +144,7 @@ DESCRIPTION = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(Struct, frozen=True):
     """The options, and the program to run."""
 
     program: str

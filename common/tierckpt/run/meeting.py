@@ -30,9 +30,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from tierckpt._milestones import ATTEMPT_VARIABLE
 from tierckpt.run import process
@@ -298,8 +299,7 @@ NOWHERE = (
 )
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(Struct, frozen=True):
     """The way to meet, and the address that it uses; see the module's docstring."""
 
     kind: str

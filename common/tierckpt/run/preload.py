@@ -23,9 +23,10 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 __all__ = [
     "EVERYTHING",
@@ -49,8 +50,7 @@ def folder() -> Path:
     return Path(cache) / "tierckpt" / "run"
 
 
-@dataclass(frozen=True)
-class Learned:
+class Learned(Struct, frozen=True):
     """The content of a file."""
 
     modules: tuple[str, ...] = ()

@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from statistics import NormalDist, fmean, stdev
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from tierckpt._text import counted, time_text
 from tierckpt.errors import ConfigError
@@ -274,8 +276,7 @@ NO_PROGRESS = (
 )
 
 
-@dataclass
-class Outcome:
+class Outcome(Struct):
     """One course of the job. `seconds` by phase: start, training, noticed, nodes, restart,
     `load LEVEL`; recovery, where it is a constant."""
 
@@ -520,8 +521,7 @@ MAX_FAILURES = 10_000_000
 """More take ten minutes or so."""
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(Struct, frozen=True):
     """A mean over replicas; the true mean is within `error` of it, with 95 % confidence. NaN: one
     replica has no error."""
 
@@ -556,8 +556,7 @@ WAITING_SHARE = 0.05
 """Share of the time without enough nodes from which a note names the spares."""
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(Struct, frozen=True):
     """A scenario and its outcomes."""
 
     scenario: Scenario
@@ -766,7 +765,7 @@ def document(study: Study) -> dict[str, Any]:
     found: dict[str, Any] = _plain(
         {
             "simulated": True,
-            "scenario": asdict(study.scenario),
+            "scenario": to_builtins(study.scenario),
             "goodput": _estimate(study.goodput),
             "wall_seconds": _estimate(study.estimate(walls)),
             "useful_seconds": _estimate(study.estimate(map(study.useful_seconds, outcomes))),

@@ -22,8 +22,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
+
+from msgspec import Struct
 
 from tierckpt._text import counted, time_text
 from tierckpt.core.tuning import LevelModel, daly_seconds, optimum, within_budget, young_seconds
@@ -33,8 +34,7 @@ from tierckpt.erasure.groups import Scheme, plan_groups
 from .scenario import Failures, Job, Level, Scenario
 
 
-@dataclass(frozen=True)
-class Rung:
+class Rung(Struct, frozen=True):
     """The versions of one level."""
 
     name: str
@@ -45,8 +45,7 @@ class Rung:
     """The last part of the latency, in which the shared store takes part."""
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(Struct, frozen=True, dict=True):
     """Versions of all levels."""
 
     step_seconds: float
@@ -88,8 +87,7 @@ class Schedule:
         return low * every_steps
 
 
-@dataclass(frozen=True)
-class LevelCosts:
+class LevelCosts(Struct, frozen=True):
     """One level, per version; seconds and bytes."""
 
     name: str
@@ -310,8 +308,7 @@ def _fatal_members(code: Code, need: int) -> tuple[tuple[int, ...], ...]:
 MAX_STEPS = 10**12
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """Intervals of all levels."""
 
     schedule: Schedule

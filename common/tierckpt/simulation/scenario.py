@@ -15,9 +15,11 @@ import math
 import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from tierckpt._text import bytes_of, near_names, question, seconds_of
 from tierckpt.errors import ConfigError
@@ -28,8 +30,7 @@ POLICIES = ("young", "daly", "best", "budget")
 NEVER = math.inf
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """The job, undisturbed."""
 
     ranks: int = 16
@@ -59,8 +60,7 @@ class Job:
         return self.state_bytes if self.node_state_bytes is None else self.node_state_bytes
 
 
-@dataclass(frozen=True)
-class Failures:
+class Failures(Struct, frozen=True):
     """Mean times between failures."""
 
     process_every_seconds: float = NEVER
@@ -87,8 +87,7 @@ class Failures:
     """Failures also hit a restarting job."""
 
 
-@dataclass(frozen=True)
-class Nodes:
+class Nodes(Struct, frozen=True):
     """Spare nodes and repair."""
 
     spares: float = math.inf
@@ -102,8 +101,7 @@ class Nodes:
     """Probability that the repair of a bad node makes it a good one."""
 
 
-@dataclass(frozen=True)
-class Bandwidth:
+class Bandwidth(Struct, frozen=True):
     """Bytes a second."""
 
     disk_bytes: float = 2e9
@@ -118,8 +116,7 @@ class Bandwidth:
     """Files that the store opens a second."""
 
 
-@dataclass(frozen=True)
-class Restart:
+class Restart(Struct, frozen=True):
     """Parts of a restart that do not depend on the level."""
 
     notice_seconds: float = 10.0
@@ -136,8 +133,7 @@ class Restart:
     """Until a spare node has taken the place of a lost one."""
 
 
-@dataclass(frozen=True)
-class Constant:
+class Constant(Struct, frozen=True):
     """Checkpoints as two constants, as other models have them. No level is simulated and no work is
     lost: both numbers contain it."""
 
@@ -146,8 +142,7 @@ class Constant:
     """Time of checkpoints, as a share of the training's time."""
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(Struct, frozen=True):
     """One level. None: computed from bandwidths."""
 
     name: str
@@ -181,8 +176,7 @@ class Level:
         return bool(self.every_steps or self.every_seconds or self.policy)
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(Struct, frozen=True):
     """All of it. `levels` are in the order of LEVELS."""
 
     job: Job = field(default_factory=Job)
@@ -217,7 +211,7 @@ def _problems(scenario: Scenario) -> Iterator[str]:
             "[nodes] repair never ends, so the job may wait for a node without end; give [job] "
             "length"
         )
-    own = (f.name for f in fields(failures) if f.name.split("_")[0] in _UNITS)
+    own = (name for name in failures.__struct_fields__ if name.split("_")[0] in _UNITS)
     given = [name for name in own if name.endswith("_every_seconds") and _finite(failures, name)]
     if not math.isinf(failures.job_every_seconds) and given:
         yield (
@@ -274,26 +268,25 @@ _SHARES = {"node_share", "bad_share", "repair_cures"}
 
 def _bad_numbers(scenario: Scenario) -> Iterator[str]:
     """Sentences about numbers that are out of range."""
-    tables: list[tuple[str, object]] = [("", scenario)]
+    tables: list[tuple[str, Struct | None]] = [("", scenario)]
     names = ("job", "failures", "nodes", "bandwidth", "restart", "constant")
     tables += [(f"[{name}] ", getattr(scenario, name)) for name in names]
     tables += [(f"[levels.{level.name}] ", level) for level in scenario.levels]
     for where, table in tables:
-        for each in fields(table) if table is not None else ():  # type: ignore[arg-type]
-            value = getattr(table, each.name)
+        for each, value in (asdict(table) if table is not None else {}).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            name = each.name.removesuffix("_seconds").removesuffix("_bytes")
-            is_rate = each.name.endswith("_every_seconds")
-            is_time = each.name.endswith("_seconds")
+            name = each.removesuffix("_seconds").removesuffix("_bytes")
+            is_rate = each.endswith("_every_seconds")
+            is_time = each.endswith("_seconds")
             if math.isnan(value) or value < 0:
                 yield f"{where}{name} is {value:g}; it must not be negative"
-            elif value == 0 and (each.name in _POSITIVE or is_rate):
+            elif value == 0 and (each in _POSITIVE or is_rate):
                 hint = '; for no failures leave it out, or write "inf"' if is_rate else ""
                 yield f"{where}{name} is 0; it must be more{hint}"
-            elif math.isinf(value) and is_time and not (is_rate or each.name in _ENDLESS):
+            elif math.isinf(value) and is_time and not (is_rate or each in _ENDLESS):
                 yield f"{where}{name} is infinite; give a time that ends"
-            elif each.name in _SHARES and value > 1:
+            elif each in _SHARES and value > 1:
                 yield f"{where}{name} is {value:g}; it is a share, from 0 to 1"
     if not 0 < scenario.overhead_budget < 1:
         yield f"overhead_budget is {scenario.overhead_budget:g}; it is a share between 0 and 1"
@@ -441,13 +434,13 @@ def _levels(value: object) -> tuple[Level, ...]:
     return tuple(found)
 
 
-def _arguments(kind: type, value: object, where: str) -> Tree:
-    """The arguments of a dataclass from a table of the file."""
+def _arguments(kind: type[Struct], value: object, where: str) -> Tree:
+    """The arguments of a record from a table of the file."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} is not a table")
     keys = {
-        each.name.removesuffix("_seconds").removesuffix("_bytes"): each.name
-        for each in fields(kind)
+        name.removesuffix("_seconds").removesuffix("_bytes"): name
+        for name in kind.__struct_fields__
     }
     if kind is Level:
         del keys["name"], keys["policy"]

@@ -45,6 +45,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from tierckpt import _faults
 from tierckpt.format.layout import BLOCK_BYTES
@@ -80,8 +81,7 @@ class DeviceCopyError(Exception):
     """CUDA refused a copy."""
 
 
-@dataclass
-class Sources:
+class Sources(Struct):
     """Addresses of a plan's blocks. Right for as long as the plan fits."""
 
     segments: np.ndarray
@@ -370,8 +370,7 @@ class PageLocks:
             slot.registered_address = 0
 
 
-@dataclass
-class _Batch:
+class _Batch(Struct):
     blocks: list[int]
     arrived: torch.cuda.Event
     sources: list[torch.Tensor]

@@ -51,6 +51,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tierckpt import _faults
 from tierckpt._text import error_text, some
@@ -179,8 +181,7 @@ class ChooseSlot(Protocol):
         ...
 
 
-@dataclass
-class PhaseTimer:
+class PhaseTimer(Struct):
     """Seconds spent on one snapshot, by activity."""
 
     boundary: float = 0.0
@@ -197,7 +198,7 @@ class PhaseTimer:
     def as_dict(self) -> dict[str, float]:
         """Values for events."""
         stall = self.boundary + self.barrier
-        return {**self.__dict__, "stall": stall}
+        return {**asdict(self), "stall": stall}
 
 
 @dataclass

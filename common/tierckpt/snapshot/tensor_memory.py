@@ -305,8 +305,11 @@ def _keys(tensor: torch.Tensor, after: int) -> set[int]:
     """The words, after that number, that tell views with a delayed negation from others: torch's
     dispatch keys, which also tell kinds of layouts."""
     pairs = enumerate(zip(_impl(tensor), _impl(torch._neg_view(tensor)), strict=False))
-    # The end of the memory may be unused: torch leaves there what was there before.
-    again = _impl(torch.zeros(3, 5)), _impl(torch.zeros(3, 5)), _impl(torch.zeros(3, 5).detach())
+    # The end of the memory may be unused: torch leaves there what was there before. All are alive
+    # at once, or one could be where another was, and refer to the same Python object.
+    alike = [torch.zeros(3, 5), torch.zeros(3, 5)]
+    alike.append(alike[0].detach())
+    again = [*map(_impl, alike)]
     return {i for i, (a, b) in pairs if i > after and a != b and len({w[i] for w in again}) == 1}
 
 

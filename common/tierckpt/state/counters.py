@@ -13,13 +13,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch.utils.data import DataLoader
 
 from tierckpt._text import some
@@ -59,8 +59,7 @@ OF_EXTRA = (
 )
 
 
-@dataclass
-class _Owner:
+class _Owner(Struct):
     """An object with attributes."""
 
     title: str

@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 
 from tierckpt.errors import UnsupportedStateError
 
@@ -50,8 +50,7 @@ METHODS = ("step", "state_dict", "load_state_dict")
 """Methods by which an object but no torch.optim.Optimizer can stand for those inside it."""
 
 
-@dataclass
-class Expanded:
+class Expanded(Struct):
     """The given optimizers, with all optimizers inside them."""
 
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)

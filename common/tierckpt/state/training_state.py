@@ -27,7 +27,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from operator import is_, itemgetter
@@ -36,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.format.layout import PER_RANK, REPLICATED, Placement
@@ -135,8 +135,7 @@ FILES = "files"
 """Name of the files in a rank's tree."""
 
 
-@dataclass(frozen=True)
-class KeptFile:
+class KeptFile(Struct, frozen=True):
     """A file's bytes, which never change, and its permissions."""
 
     content: torch.Tensor
@@ -227,8 +226,7 @@ NAMELESS = "~keys"
 """Key for all of a parameter's state with keys of other types than text, or with a slash."""
 
 
-@dataclass
-class Walk:
+class Walk(Struct):
     """All tensors of the state, as they are now, in an order that depends only on structure."""
 
     params: list[torch.Tensor]

@@ -29,7 +29,6 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
 from types import NoneType
@@ -37,6 +36,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt.errors import FormatError, UnsupportedStateError
 from tierckpt.format.layout import TensorSpec
@@ -78,8 +79,7 @@ def find_class(name: str, base: type) -> Any:
     return found if isinstance(found, type) and issubclass(found, base) else None
 
 
-@dataclass
-class ForeignValue:
+class ForeignValue(Struct):
     """Stands for a value of a class without an import here."""
 
     kind: str
@@ -92,8 +92,7 @@ class ForeignValue:
         return hash(self.kind)
 
 
-@dataclass
-class Parts:
+class Parts(Struct):
     """Parts of a tensor subclass, while some of its tensors are still `tree_codec.Entry`s."""
 
     kind: str
@@ -280,8 +279,7 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     return unpacker(node, tensor)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """Stands in a decoded tree for an entry of the shards, a tensor, under this key."""
 
     key: str

@@ -11,13 +11,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from tierckpt._text import some
 
@@ -33,8 +34,7 @@ MAX_FIELDS, MAX_DEPTH = 16, 6
 """Fields of a batch with a fingerprint of their own; the depth of containers."""
 
 
-@dataclass
-class Fingerprint:
+class Fingerprint(Struct):
     """Of a batch: for each field its path, its kind and shape, and a digest."""
 
     rows: list[list[str]] = field(default_factory=list)
@@ -289,8 +289,7 @@ def _named(path: str) -> str:
     return f"batch{path}" if path else "the batch"
 
 
-@dataclass(frozen=True)
-class Ways:
+class Ways(Struct, frozen=True):
     """How a script does what a remedy says. The loops of frameworks have ways of their own."""
 
     give: str = "ResumableLoader(loader, generators=[...])"
@@ -317,8 +316,7 @@ CHANGED = (
 LIVES_ON = "workers live on from epoch to epoch: set persistent_workers=False"
 
 
-@dataclass
-class Comparison:
+class Comparison(Struct):
     """The comparison of a resumed loader's data with those of its version. Training thread."""
 
     waits: bool = False
@@ -345,7 +343,7 @@ class Comparison:
             causes = [OWN_GENERATOR, EPOCH, LIVES_ON, CHANGED, COUNTS]
         else:
             causes = [CHANGED, EPOCH, COUNTS, OWN_GENERATOR, LIVES_ON]
-        ways, next_epoch = dataclasses.asdict(self.ways), str(self.epoch + 1)
+        ways, next_epoch = asdict(self.ways), str(self.epoch + 1)
         causes = [each.format(**ways).replace("{next}", next_epoch) for each in causes]
         listed = "; ".join(f"({i}) {each}" for i, each in enumerate(causes, 1))
         why = "Usual causes, the likeliest first: " + listed if causes[1:] else "So " + causes[0]

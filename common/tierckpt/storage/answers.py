@@ -21,8 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
 
 from tierckpt._text import is_url
 
@@ -137,8 +138,7 @@ class _Helper:
         self._process.stdout.close()
 
 
-@dataclass(frozen=True)
-class _Question:
+class _Question(Struct, frozen=True):
     """A question to a helper. `wait` as of a child."""
 
     helper: _Helper

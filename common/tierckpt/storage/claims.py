@@ -49,8 +49,10 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from tierckpt._milestones import ATTEMPT_VARIABLE
 from tierckpt._process import boot_id, host_id, process_stat
@@ -93,8 +95,7 @@ UNKNOWN = "an unknown machine"
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """Content of a claim's file. Unknown fields of a later tierckpt are ignored."""
 
     host: str = UNKNOWN
@@ -132,7 +133,7 @@ class Claim:
     def decode(content: bytes) -> Claim:
         """Raises ValueError or TypeError for other content."""
         values = json.loads(content)
-        given = {each.name: values[each.name] for each in fields(Claim) if each.name in values}
+        given = {name: values[name] for name in Claim.__struct_fields__ if name in values}
         for name in ("starters", "run_starters"):
             given[name] = tuple(given.get(name, ()))
         return Claim(**given)
@@ -238,8 +239,7 @@ itself."""
 _LETTERS = 16
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """Origin of one process, see the module's docstring."""
 
     name: str = ""
@@ -253,6 +253,10 @@ class Launch:
     def supersedes(self, other: Launch) -> bool:
         """True if the scheduler ended the attempt of `other` before it started this one."""
         return bool(self.job) and self.job == other.job and self.attempt > other.attempt
+
+
+NO_LAUNCH = Launch()
+"""Of a process of which nothing is known."""
 
 
 def launch_of(environment: Mapping[str, str], in_use: bool = False) -> Launch:
@@ -358,7 +362,7 @@ class DirectoryClaim:
         token: str,
         node: int,
         notice: Notice,
-        launch: Launch = Launch(),
+        launch: Launch = NO_LAUNCH,
         memory: str | os.PathLike[str] = "",
         run_starters: Iterable[str] = (),
         persistent: str = "",
@@ -613,8 +617,7 @@ MAX_FOLDERS = 256
 """Limit of folders that are looked into; each takes one listing."""
 
 
-@dataclass(frozen=True)
-class Sibling:
+class Sibling(Struct, frozen=True):
     """A folder of another node with a version that this run does not have."""
 
     node: str

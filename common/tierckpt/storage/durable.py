@@ -29,9 +29,10 @@ import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from tierckpt import _faults
 from tierckpt.format.ids import PAGE_BYTES
@@ -73,8 +74,7 @@ _ALWAYS = frozenset({"fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "
 """Kinds of file systems with locks that the kernel keeps locally."""
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(Struct, frozen=True):
     """One line of the table; all fields are empty if no line fits."""
 
     point: str = ""

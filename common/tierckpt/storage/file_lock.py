@@ -18,8 +18,9 @@ import os
 import struct
 import subprocess
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 __all__ = [
     "any_held",
@@ -49,8 +50,7 @@ KEEPER_SECONDS = 5.0
 """How long `close` waits for the end of a process that had the file open."""
 
 
-@dataclass(frozen=True)
-class _Lock:
+class _Lock(Struct, frozen=True):
     """One lock of this process."""
 
     file: tuple[int, int]

@@ -16,8 +16,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from . import durable, file_lock
 from .durable import DirectFile, locks_are_local
@@ -27,8 +29,7 @@ PREFIX = ".tierckpt-probe-"
 """Start of the folder's name; a killed process leaves it behind."""
 
 
-@dataclass(frozen=True)
-class Guarantees:
+class Guarantees(Struct, frozen=True):
     """The result for one directory."""
 
     place: str = ""

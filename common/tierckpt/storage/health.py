@@ -23,8 +23,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tierckpt import _faults
 from tierckpt._children import child_command, child_environment
@@ -35,8 +37,7 @@ PROBE_BYTES = 1024 * 1024
 """Bytes written to each directory: enough to make the device work."""
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(Struct, frozen=True):
     """Requirements for a directory."""
 
     path: str
@@ -211,8 +212,7 @@ if __name__ == "__main__":
     main(sys.argv[1])
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(Struct, frozen=True):
     """Available bytes, and the source of the limit: `this node`, or the folder of a control
     group."""
 
@@ -220,8 +220,7 @@ class Room:
     where: str
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(Struct, frozen=True):
     """One of the two versions of control groups, with its file names."""
 
     line: str

@@ -7,10 +7,11 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from tierckpt._text import error_text, is_url
 from tierckpt.config import PersistentConfig

@@ -32,9 +32,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tierckpt._process import boot_id
 from tierckpt.config import Config
@@ -135,8 +136,7 @@ def watched_directories(config: Config, rank: int, node: Node) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class JobDirectory:
+class JobDirectory(Struct, frozen=True):
     """The folder in the memory file system that holds one job's segments on this machine."""
 
     root: Path

@@ -23,10 +23,11 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tierckpt import _faults
 from tierckpt.errors import CorruptShardError, FormatError
@@ -46,8 +47,7 @@ ENCODED_SUFFIX = ".encoded"
 _NAMED = re.compile(rf"\.[{''.join(kind.LETTER for kind in KINDS)}](\d{{5,}})of")
 
 
-@dataclass(frozen=True)
-class CommitTimes:
+class CommitTimes(Struct, frozen=True):
     """Durations of a commit."""
 
     write_seconds: float

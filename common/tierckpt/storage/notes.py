@@ -24,9 +24,10 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct, field
 
 from tierckpt._text import error_text
 from tierckpt.core.branches import Child, Origin, Rollback, RollbackRequest
@@ -225,8 +226,7 @@ MAX_RUNS = 512
 """Limit of the runs at a place, some 1000 bytes each."""
 
 
-@dataclass
-class FoundRuns:
+class FoundRuns(Struct):
     """The records at one place."""
 
     records: list[RunRecord] = field(default_factory=list)

@@ -23,9 +23,10 @@ import shutil
 import signal
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct
 
 from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, FormatError, TierckptError
@@ -49,8 +50,7 @@ FILE_PREFIX = "file/"
 """Start of the names of entries for files."""
 
 
-@dataclass(frozen=True)
-class SourceFile:
+class SourceFile(Struct, frozen=True):
     """A complete file that a version is to contain."""
 
     name: str

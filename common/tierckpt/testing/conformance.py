@@ -15,11 +15,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tierckpt._children import child_command, child_environment
 from tierckpt.codecs.codec import BlockId, Codec, CodecError

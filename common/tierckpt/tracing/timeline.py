@@ -13,7 +13,9 @@ The time of each copying thread counts separately.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt.errors import TierckptError
 
@@ -22,8 +24,7 @@ class TimelineError(TierckptError):
     """A file cannot be used for a timeline; the text names it, the reason and the remedy."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Struct, frozen=True):
     """An activity from `start_us` to `end_us`, Unix time; an instant if the two are equal."""
 
     kind: str
@@ -51,8 +52,7 @@ class Span:
         return self.end_us - (self.start_us if self.launched_us is None else self.launched_us)
 
 
-@dataclass
-class Timeline:
+class Timeline(Struct):
     """Spans of all ranks."""
 
     notes: list[str] = field(default_factory=list)
@@ -124,8 +124,7 @@ SMALLEST_BUCKET_BYTES = 1024
 KINDS = ("boundary", "barrier", "slot", "copy", "tree", "seal", "write", "commit", "trace")
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(Struct, frozen=True):
     """Statistics of some durations in microseconds."""
 
     count: int
@@ -144,8 +143,7 @@ class Stats:
         )
 
 
-@dataclass(frozen=True)
-class SizeBucket:
+class SizeBucket(Struct, frozen=True):
     """Allreduces of more than `above_bytes` and at most `upto_bytes`."""
 
     above_bytes: int
@@ -169,8 +167,7 @@ def _size_text(nbytes: int) -> str:
     return f"{nbytes} GiB"
 
 
-@dataclass(frozen=True)
-class Hidden:
+class Hidden(Struct, frozen=True):
     """Microseconds of copying by all ranks and threads, split by the activity at the same time."""
 
     copy_us: int = 0
@@ -184,8 +181,7 @@ class Hidden:
         return part_us / self.copy_us if self.copy_us else 0.0
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(Struct, frozen=True):
     """The numbers that the module describes."""
 
     ranks: int

@@ -29,11 +29,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tierckpt._text import error_text
 
@@ -226,8 +228,7 @@ def _nbytes(args: dict[str, str]) -> int:
     return items * ITEM_BYTES.get(digits[0] if digits else "", 1)
 
 
-@dataclass(frozen=True)
-class ClockAgreement:
+class ClockAgreement(Struct, frozen=True):
     """The agreement of two clocks, judged by the necessary order of events.
 
     A gradient is reduced after one update of the weights and before the next. An allreduce in its
@@ -302,8 +303,7 @@ def _start_us(span: Span) -> int:
     return span.start_us
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(Struct, frozen=True):
     """The contents of one rank's file."""
 
     spans: list[Span]

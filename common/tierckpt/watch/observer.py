@@ -23,9 +23,11 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tierckpt._text import directory_of, is_url, some
 from tierckpt.agent.protocol import LevelStatus, TaskStatus
@@ -97,8 +99,7 @@ FRESH_PERIODS = 2.0
 """A running job is silent for less than so many times its longest silence before."""
 
 
-@dataclass
-class _Tail:
+class _Tail(Struct):
     """The end of one rank's file, as far as it was read."""
 
     path: Path
@@ -444,8 +445,7 @@ MAX_GROUPS = 16
 """Number of their unfinished groups that are looked into."""
 
 
-@dataclass(frozen=True)
-class LeaseView:
+class LeaseView(Struct, frozen=True):
     """The job that uses the place, by its lease."""
 
     owner: str
@@ -453,8 +453,7 @@ class LeaseView:
     """Unix time by the clock of the holder."""
 
 
-@dataclass(frozen=True)
-class PlaceView:
+class PlaceView(Struct, frozen=True):
     """One place of the persistent level."""
 
     url: str
@@ -529,8 +528,7 @@ def _ranges(shards: list[int]) -> str:
     return some([f"{r[0]}-{r[-1]}" if r[1:] else str(r[0]) for r in runs], 4)
 
 
-@dataclass
-class Seen:
+class Seen(Struct):
     """The parts of one look."""
 
     there: Survey

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 SCHEMA = 1
 """Number of the schema. A new field leaves it as it is; a field removed, or of another meaning,
@@ -12,8 +13,7 @@ increases it."""
 RUNS, ENDING, STOPPED, UNKNOWN = "runs", "ending", "stopped", "unknown"
 
 
-@dataclass(frozen=True)
-class Restart:
+class Restart(Struct, frozen=True):
     """The version that a restart takes which sees the same files."""
 
     version: int
@@ -25,8 +25,7 @@ class Restart:
     """The version to which a journal leads on from there; None without one."""
 
 
-@dataclass(frozen=True)
-class JobState:
+class JobState(Struct, frozen=True):
     """The job as a whole."""
 
     state: str
@@ -47,8 +46,7 @@ class JobState:
     """Versions of which replicas differed or may have, such as `v12`, with the reason."""
 
 
-@dataclass(frozen=True)
-class LevelView:
+class LevelView(Struct, frozen=True):
     """One level."""
 
     level: str
@@ -74,8 +72,7 @@ class LevelView:
     failed: int | None = None
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(Struct, frozen=True):
     """A version on its way to a level."""
 
     node: str
@@ -95,8 +92,7 @@ class Work:
     """Shards that are missing, as text."""
 
 
-@dataclass(frozen=True)
-class AgentView:
+class AgentView(Struct, frozen=True):
     """The agent of a node."""
 
     node: str
@@ -115,8 +111,7 @@ class AgentView:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(Struct, frozen=True):
     """A node that has claimed its directory."""
 
     host: str
@@ -125,8 +120,7 @@ class Node:
     since_seconds: float
 
 
-@dataclass(frozen=True)
-class Slow:
+class Slow(Struct, frozen=True):
     """The rank that took longest for one kind of work, beside the median of all ranks."""
 
     work: str
@@ -138,8 +132,7 @@ class Slow:
     """Number of ranks with such events."""
 
 
-@dataclass(frozen=True)
-class Incident:
+class Incident(Struct, frozen=True):
     """The newest event of one kind."""
 
     name: str
@@ -150,8 +143,7 @@ class Incident:
     message: str
 
 
-@dataclass(frozen=True)
-class EventsView:
+class EventsView(Struct, frozen=True):
     """The events of the job, from the end of each rank's file."""
 
     folder: str
@@ -177,8 +169,7 @@ class EventsView:
     """The reason in the event `closed`, if it is the newest one."""
 
 
-@dataclass(frozen=True)
-class View:
+class View(Struct, frozen=True):
     """All of it."""
 
     time_seconds: float
@@ -191,14 +182,14 @@ class View:
     agents: tuple[AgentView, ...]
     nodes: tuple[Node, ...]
     events: EventsView | None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """What cannot be seen from here, and what would show it."""
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
     """Places and files that cannot be read."""
 
     def as_json(self) -> dict[str, Any]:
         """The view for other programs."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return {"schema": SCHEMA, **to_builtins(self)}
 
 
 __all__ = [

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.dist.peer.test_peer_level import EARLIER, STEPS, protected_at
 from tests.support import exact
@@ -49,7 +50,7 @@ class Agents:
         job = JobDirectory.at(self.shm_dir, JOB, node)
         job.create()
         told = AgentSettings(str(job.root), job.path.name, linger_seconds=LINGER_SECONDS)
-        command = [sys.executable, "-c", PATIENT, json.dumps(asdict(told))]
+        command = [sys.executable, "-c", PATIENT, json.dumps(structs.asdict(told))]
         self.running[node] = agent = subprocess.Popen([*command, str(os.getpid())])
         while not told.place().address.exists():
             assert agent.poll() is None

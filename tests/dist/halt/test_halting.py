@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import ddp_ckpt
-import tierckpt
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Job, Place, attach, make_horovod_job, make_job, rank, sgd
 
@@ -159,41 +158,3 @@ def test_a_script_that_cannot_be_touched_is_ended_too(
         assert told["ended"] == 0
         assert told["at"] == zero["at"]
         assert told["again"] == told["expected"]
-
-
-# --- a request -----------------------------------------------------------------------------------
-
-
-# --- nodes that are not well ---------------------------------------------------------------------
-
-
-def attached_on_two_nodes(place: Place, health: str) -> dict[str, Any]:
-    node = f"node{rank()}"
-    events: list[tierckpt.Event] = []
-    try:
-        ckpt = ddp_ckpt.Checkpointer(
-            (job := make_job()).model,
-            job.optimizer,
-            path=place.path,
-            shm_dir=place.shm,
-            node=node,
-            health=health,
-            on_event=events.append,
-        )
-    except tierckpt.NodeHealthError as error:
-        return {"refused": str(error), "said": ""}
-    ckpt.abandon()
-    return {"refused": "", "said": "\n".join(e.message for e in events)}
-
-
-def test_a_bad_node_is_named(own_ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    pool = own_ranks([{}, {"TIERCKPT_FAULTS": "eio@health:op=write"}])
-    zero, one = pool.run(attached_on_two_nodes, place, "refuse")
-    assert zero == one
-    assert "node node1: " in zero["refused"]
-    assert "node0" not in zero["refused"]
-    assert "injected" in zero["refused"]
-    zero, one = pool.run(attached_on_two_nodes, place, "warn")
-    assert "node node1: " in zero["said"], "rank 0 says it"
-    assert zero["refused"] == one["refused"] == ""

@@ -6,11 +6,11 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.facts import facts_of
 from tierckpt.agent import (

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from tests.support.processes import end, python
 from tierckpt.agent import (
@@ -117,7 +117,7 @@ def alive(pid: int) -> bool:
 def trainer(settings: tuple[AgentSettings, SessionSettings]) -> Any:
     found, session = settings
     hello = encode_message(Hello(PROTOCOL, session)).decode()
-    return python(TRAINER, json.dumps(vars(found)), hello)
+    return python(TRAINER, json.dumps(asdict(found)), hello)
 
 
 def of_killed(settings: tuple[AgentSettings, SessionSettings]) -> int:

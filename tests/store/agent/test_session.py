@@ -6,11 +6,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.checksum_codec import Checksum
 from tests.support.encoded_shards import NoServices

@@ -15,7 +15,7 @@ pytest.importorskip("mlflow")
 
 BEFORE = """
 import json, os, mlflow
-from dataclasses import replace
+from msgspec.structs import replace
 from tests.support.exported_job import *
 from tierckpt.exporters import MLflow, exporter
 exporter.END_SECONDS = 120

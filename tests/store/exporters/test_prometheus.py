@@ -12,11 +12,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.exported_job import EVENTS, JOB, VALUES, play, wait_until
 from tests.support.prometheus_here import get, lint, program, running

@@ -6,10 +6,10 @@ import random
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from tests.support.peer_shards import (
     SECRET,
@@ -172,7 +172,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         {"members": ("", "", "")},
     ]
     for values in wrong:
-        bent = ParityManifest(**{**right.__dict__, **values})
+        bent = ParityManifest(**{**asdict(right), **values})
         with pytest.raises((FormatError, CorruptShardError)):
             ParityManifest.decode(bent.encode())
 

@@ -6,10 +6,10 @@ import contextlib
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.facts import facts_named
 from tests.support.tmpfs import SIZE_BYTES, read_only

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.store.storage.test_full_and_read_only import fill_up
 from tests.support.processes import end, python
 from tests.support.shards import manifest
 from tierckpt import _faults
-from tierckpt.errors import NodeHealthError
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.storage import (
     ImageFile,
@@ -519,18 +517,3 @@ def test_too_little_room_for_slots_and_versions_is_reported_at_the_start(
         assert str(5 * 3 * 4 * 300 * 101) in said, "two slots, two versions, one given back"
     with TinyJob(path, **settings, model=large_model(), local_keep_last=1, slots=2) as job:
         assert [e.message for e in job.heard("notice") if "bytes free" in e.message] != []
-
-
-def test_a_nodes_health_asks_for_room_where_the_slots_will_be(
-    small_tmpfs: Path, settings: dict[str, Any]
-) -> None:
-    """The disk is too small for either; the size of the shortage shows which one was requested."""
-    needed = {}
-    for in_place in (True, False):
-        told = {**settings, "local_in_place": in_place, "health": "refuse"}
-        with pytest.raises(NodeHealthError) as refused:
-            TinyJob(small_tmpfs / "ckpts", **told, model=large_model())
-        (text,) = re.findall(r"([\d.]+) MiB needed", str(refused.value))
-        needed[in_place] = float(text)
-    shard = 3 * 4 * 300 * 101 / 2**20
-    assert needed[True] - needed[False] == pytest.approx(4 * shard, rel=0.01)

@@ -6,12 +6,12 @@ import contextlib
 import os
 import socket
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from msgspec.structs import replace
 
 from tests.support.facts import facts_of
 from tierckpt.agent import (

@@ -34,7 +34,6 @@ CHOICES = {
     "agent": "inline",
     "halt_signals": "SIGHUP",
     "halt_notices": "gcp http://127.0.0.1:1",
-    "health": "warn",
     "best": "highest",
     "export": "tensorboard runs",
     "overhead_budget": 0.25,

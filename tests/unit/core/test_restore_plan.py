@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.support.facts import found_at
 from tierckpt.config import PersistentConfig
@@ -271,9 +271,9 @@ def test_on_one_level_the_copy_nearest_to_its_plain_bytes_comes_first() -> None:
     """An agent's memory comes before its disk, and plain copies before encoded ones, which one rank
     decodes and sends."""
     disk = found(3, 0, 1, "agent", "disk")
-    slot = dataclasses.replace(disk, place=dataclasses.replace(disk.place, in_memory=True))
+    slot = structs.replace(disk, place=structs.replace(disk.place, in_memory=True))
     plain, other = found(3, 0, 1, "local", "plain"), found(3, 0, 1, "local", "other")
-    encoded = dataclasses.replace(other, place=dataclasses.replace(other.place, encoded=True))
+    encoded = structs.replace(other, place=structs.replace(other.place, encoded=True))
     for worse, better in ((disk, slot), (encoded, plain)):
         plan = plan_restore([[worse, better]])
         assert plan is not None

@@ -6,13 +6,14 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from types import FrameType
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.support.facts import found_at, parity_at
 from tierckpt.core import AGENT, EVERYWHERE, Found, FoundParity, Location, RestorePlan, plan_restore

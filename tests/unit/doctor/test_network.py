@@ -12,7 +12,7 @@ import pytest
 
 LOOK = """
 import json, sys
-from dataclasses import asdict
+from msgspec.structs import asdict
 from pathlib import Path
 from tierckpt.config import load_config
 from tierckpt.doctor import machine

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.exported_job import EVENTS, JOB, play, wait_until
 from tierckpt import ConfigError, exporters

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import (
@@ -80,9 +80,7 @@ def test_every_truncation_is_rejected(manifest: Manifest) -> None:
 
 def test_it_names_the_unit_of_its_iteration() -> None:
     """Calls of `step()`, or optimizer steps; any other unit is refused."""
-    steps = dataclasses.replace(
-        EXAMPLE, facts=dataclasses.replace(EXAMPLE.facts, iteration_counts="steps")
-    )
+    steps = structs.replace(EXAMPLE, facts=structs.replace(EXAMPLE.facts, iteration_counts="steps"))
     assert Manifest.decode(steps.encode()) == steps != EXAMPLE
     assert (values_of(EXAMPLE)["iteration_counts"], values_of(steps)["iteration_counts"]) == (
         "calls",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ddp_ckpt.torch_group import gathered_bytes
 from tierckpt.format import (

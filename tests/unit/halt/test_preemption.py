@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.metadata_server import HOLDS, TRICKLES, Aws, Azure, Gcp, Server, serving
 from tests.support.waiting import until

@@ -10,11 +10,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.peer_shards import QUICK, SECRET, Members, nothing_of, rank_of, wait_until
 from tierckpt.erasure import Code

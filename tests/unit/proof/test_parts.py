@@ -61,7 +61,6 @@ def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder)
         "memory_every_seconds": 5.0,
         "local_codecs": "zstd",
         "halt_seconds_left": 60.0,
-        "health": "refuse",
     }
     config = redirected(load_config(given))
     places = (config.path, config.events_dir)
@@ -74,7 +73,7 @@ def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder)
     )
     assert config.local.codecs == "zstd"  # a required key
     assert config.idle == []
-    assert (config.health, config.halt_seconds_left) == ("off", 0.0)
+    assert config.halt_seconds_left == 0.0
     other = redirected(load_config({"path": "/data/others"}))
     assert other.path != config.path
     assert redirected(load_config(given)).path == config.path

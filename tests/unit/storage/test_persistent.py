@@ -6,11 +6,11 @@ import itertools
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.support.facts import facts_of
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError

@@ -6,11 +6,12 @@ import io
 import json
 import re
 import time
-from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import Console
 
 from tierckpt.watch import (
@@ -189,9 +190,10 @@ def test_the_view_is_json_with_a_number_for_its_schema() -> None:
 
 
 def kinds(kind: Any) -> set[str]:
-    """The names of the dataclass and of those in it."""
+    """The names of the record and of those in it."""
     hints = [hint for each in get_type_hints(kind).values() for hint in (each, *get_args(each))]
-    return {kind.__name__}.union(*(kinds(hint) for hint in hints if is_dataclass(hint)))
+    inner = (hint for hint in hints if isinstance(hint, type) and issubclass(hint, Struct))
+    return {kind.__name__}.union(*map(kinds, inner))
 
 
 def test_the_reference_has_every_class_of_the_schema() -> None:

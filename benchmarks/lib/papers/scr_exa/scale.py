@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from statistics import median
+
+from msgspec.structs import replace
 
 from lib.methods.shared_store import BYTES_PER_SECOND, FLUSHED_OF
 from lib.papers import results

@@ -25,8 +25,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from msgspec import Struct
 
 from tierckpt._text import error_text
 from tierckpt.errors import FlushCancelledError, PersistentError
@@ -343,8 +344,7 @@ def advice(error: BaseException) -> str:
     return _ADVICE.get(code or 0, "see the store's own documentation for this error")
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True):
     """Exponential backoff with jitter: thousands of nodes must not retry at the same moment.
 
     The k-th wait is uniform in [d/2, d), d = min(first_seconds * 2**k, most_seconds).

@@ -27,8 +27,9 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, LeaseHeldError
 from tierckpt.format.records import seal, unseal
@@ -46,8 +47,7 @@ LEASE_SECONDS = 120.0
 _NAME = re.compile(r"lease\.(\d{6,})")
 
 
-@dataclass(frozen=True)
-class LeaseRecord:
+class LeaseRecord(Struct, frozen=True):
     """Content of a lease's file."""
 
     number: int

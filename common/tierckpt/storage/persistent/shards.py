@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
+from msgspec import Struct
 
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.ids import (
@@ -178,8 +178,7 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ShardSource:
+class ShardSource(Struct, frozen=True):
     """A shard in memory. The caller owns the memory, which must not change during a flush."""
 
     shard: int

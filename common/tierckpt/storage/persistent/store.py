@@ -21,8 +21,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_names
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
@@ -54,8 +55,7 @@ from .lease import Lease, LeaseRecord
 from .shards import GroupFiles, ShardReader, Source, parts_of
 
 
-@dataclass(frozen=True)
-class FlushResult:
+class FlushResult(Struct, frozen=True):
     """Result of a flush."""
 
     committed: bool

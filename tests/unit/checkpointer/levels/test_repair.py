@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from tests.support.facts import found_at, parity_at
 from tierckpt.checkpointer import parities_to_mend, shards_to_mend, was_lost

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tierckpt.errors import PeerError
 from tierckpt.format import PAGE_BYTES, ShardKey, VersionFacts, VersionId
