@@ -45,6 +45,12 @@ class Disk:
                 self._folders.add(names[each.name])
         return names
 
+    def replace(self, path: Path, content: bytes) -> None:
+        """The bytes of a file have become others, and stay so."""
+        found = path.stat()
+        path.write_bytes(content)
+        self._bytes[found.st_dev, found.st_ino] = content
+
     def crash(self, chance: random.Random) -> list[str]:
         """Lose what was not synchronised, or a part of it; returns what has changed."""
         changed: list[str] = []

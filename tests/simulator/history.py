@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import random
+import re
 import shutil
 import socket
 import tempfile
@@ -28,6 +29,7 @@ from .world import Node, Process, World
 
 BEYOND_A_NODE = ("persistent_every_steps", "peer_redundancy")
 """Settings of levels that survive the loss of a disk."""
+_VERSION = re.compile(r"/v(\d{10})\.")
 HOUR_SECONDS = 3600.0
 MOST_TURNS = 400_000
 KINDS = {
@@ -110,6 +112,12 @@ class Plan:
         bucket = pick([True, False])
         if numbers.random() < 0.25:
             settings["local_journal_steps"] = pick([3, 8])
+        if numbers.random() < 0.25:
+            at = numbers.randrange(len(faults))
+            faults[at:at] = [
+                Fault("flip", int(10 ** numbers.uniform(2, 3.4)), numbers.randrange(100)),
+                Fault(pick(["ranks", "node"]), int(10 ** numbers.uniform(0, 2)), 0),
+            ]
         return Plan(seed, nodes, sizes, steps, settings, tuple(faults), seconds, bucket)
 
     def __str__(self) -> str:
@@ -379,10 +387,36 @@ class History:
             self.people.pin(node)
         elif fault.kind == "second" and len(world.nodes) == 1 and not launch.failed:
             self.people.start_again(launch, self.plan, self._settings)
+        elif fault.kind == "flip":
+            self._flip(node)
         elif fault.kind == "clock":
             node.clock_ahead_seconds += world.random.choice([-86400.0, -30.0, 2.0, 3600.0])
         if not process.alive:
             raise Killed
+
+    def _flip(self, node: Node) -> None:
+        """A bit of a version changes, on this node's disk or on the persistent level: whoever reads
+        it must notice, and no other copy may be made of it."""
+        chance, objects = self.world.random, self.world.server.objects
+        here = [each for each in node.disk.glob("ckpts/v*") if each.is_file()]
+        far = [each for each in self.world.root.glob("shared/**/v*") if each.is_file()]
+        found: list[Path | str] = [each for each in (*here, *far) if each.stat().st_size]
+        found += [key for key, data in objects.items() if data and _VERSION.search(key)]
+        if not found:
+            return
+        found.sort(key=_version_in)
+        newest = [each for each in found if _version_in(each) >= _version_in(found[-1]) - 1]
+        chosen = chance.choice(sorted(newest, key=str))
+        if isinstance(chosen, str):
+            objects[chosen] = _flipped(objects[chosen], chance)
+        else:
+            node.filesystem.replace(chosen, _flipped(chosen.read_bytes(), chance))
+        self.oracle.said.append(f"    it is in {str(chosen).removeprefix(str(self.world.root))}")
+        if chosen in here:
+            self.oracle.lose_disk(node.index)
+        else:
+            self.oracle.lose("persistent")
+        self._lost_something = True
 
     def _wipe(self, folder: Path) -> None:
         for each in folder.iterdir():
@@ -412,6 +446,17 @@ class History:
                 return os.readlink(f"/proc/self/fd/{what}")
             return ""
         return self.world.real(str(what))
+
+
+def _version_in(place: Path | str) -> int:
+    return max(map(int, _VERSION.findall(str(place))))
+
+
+def _flipped(content: bytes, chance: random.Random) -> bytes:
+    bit = chance.randrange(8 * len(content))
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
 def reference(steps: int) -> list[str]:
