@@ -355,7 +355,6 @@ def check(config: Config) -> None:
     one_of("boundary", config.boundary, ("explicit", "forward"))
     parse_signals(config.halt_signals)
     parse_notices(config.halt_notices)
-    within("halt_patience_seconds", config.halt_patience_seconds, 0, YEAR_SECONDS)
     within("halt_grace_seconds", config.halt_grace_seconds, 0, YEAR_SECONDS)
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
     within("halt_exit_status", config.halt_exit_status, 0, 255)
@@ -520,10 +519,6 @@ class Config(Struct, frozen=True):
     """Cloud with notices that it takes this machine away, which cause a last checkpoint and the
     end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service,
     `aws http://127.0.0.1:1338`; empty: no notices."""
-    halt_patience_seconds: float = 10.0
-    """A process that received SIGTERM, and passes no boundary for this time (and for twice its
-    longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
-    the launcher kills it. Increase it if an evaluation between two boundaries takes longer."""
     halt_seconds_left: float = 0.0
     """Take a last checkpoint and end this long before the end of the scheduler's allocation, if the
     environment has it (SLURM_JOB_END_TIME), and this long before the time of a `tierckpt halt
@@ -532,7 +527,9 @@ class Config(Struct, frozen=True):
     halt_grace_seconds: float = 30.0
     """Time from a signal until the sender kills the remaining processes: torchrun, Slurm (KillWait)
     and Kubernetes all grant 30 s. If the end of the allocation is unknown, the end of the job waits
-    for other nodes and the persistent level until 10 s before that."""
+    for other nodes and the persistent level until 10 s before that. A process that received
+    SIGTERM, and passes no boundary for a third of this time (and for twice its longest iteration),
+    ends without a last checkpoint: others may be gone, and it would hang until it is killed."""
     halt_exit_status: int = 0
     """Exit status of a script that never calls `should_exit()` and is ended because its processes,
     its node or its allocation end. Some schedulers start a job again only after another status than

@@ -85,11 +85,6 @@ class Settings(TypedDict, total=False):
     """Cloud with notices that it takes this machine away, which cause a last checkpoint and the
     end: `aws`, `gcp` or `azure`, perhaps with the address of its metadata service, `aws
     http://127.0.0.1:1338`; empty: no notices. Default: `""`."""
-    halt_patience_seconds: float
-    """A process that received SIGTERM, and passes no boundary for this time (and for twice its
-    longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
-    the launcher kills it. Increase it if an evaluation between two boundaries takes longer.
-    Default: `10.0`."""
     halt_seconds_left: float
     """Take a last checkpoint and end this long before the end of the scheduler's allocation, if the
     environment has it (SLURM_JOB_END_TIME), and this long before the time of a `tierckpt halt
@@ -98,7 +93,10 @@ class Settings(TypedDict, total=False):
     halt_grace_seconds: float
     """Time from a signal until the sender kills the remaining processes: torchrun, Slurm (KillWait)
     and Kubernetes all grant 30 s. If the end of the allocation is unknown, the end of the job waits
-    for other nodes and the persistent level until 10 s before that. Default: `30.0`."""
+    for other nodes and the persistent level until 10 s before that. A process that received
+    SIGTERM, and passes no boundary for a third of this time (and for twice its longest iteration),
+    ends without a last checkpoint: others may be gone, and it would hang until it is killed.
+    Default: `30.0`."""
     halt_exit_status: int
     """Exit status of a script that never calls `should_exit()` and is ended because its processes,
     its node or its allocation end. Some schedulers start a job again only after another status than

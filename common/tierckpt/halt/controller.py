@@ -98,7 +98,8 @@ class HaltController(EarlyEnd, Part):
         self._watcher = RequestWatcher(watched_directories(config, rank, node))
         notices = config.halt_notices if node.first == rank else ""
         self._preemption = PreemptionWatcher(notices, environment)
-        waits = config.halt_patience_seconds, config.halt_grace_seconds
+        grace_seconds = config.halt_grace_seconds
+        waits = grace_seconds / 3, grace_seconds
         self._signals = Signals(parse_signals(config.halt_signals), *waits)
         for number, why in self._signals.unhandled.items():
             notice(f"{number.name} will not cause a last checkpoint: {why}", logging.INFO)

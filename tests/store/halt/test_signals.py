@@ -27,7 +27,7 @@ import os, signal, sys, time
 from tierckpt.testing import TinyJob
 path, shm_dir, *close = sys.argv[1:]
 jobs = [
-    TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline", halt_patience_seconds=0.2).run(2)
+    TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline", halt_grace_seconds=0.6).run(2)
     for n in range(3)
 ]
 for n in close:
@@ -62,7 +62,7 @@ OWN_HANDLER = """
 import os, signal, sys, time
 from tierckpt.testing import TinyJob
 path, shm_dir = sys.argv[1:]
-job = TinyJob(path, shm_dir=shm_dir, agent="inline", halt_patience_seconds=0.2).run(2)
+job = TinyJob(path, shm_dir=shm_dir, agent="inline", halt_grace_seconds=0.6).run(2)
 heard = []
 signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
 os.kill(os.getpid(), signal.SIGTERM)

@@ -45,7 +45,6 @@ CHOICES = {
 
 WAITS = (
     "agent_linger_seconds",
-    "halt_patience_seconds",
     "halt_grace_seconds",
     "halt_seconds_left",
 )
