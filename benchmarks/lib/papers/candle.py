@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 from lib.files import SHARED_MEMORY, temporary
 from lib.methods.registry import METHODS
@@ -85,9 +85,9 @@ def _timeline(key: Row) -> Row:
     hidden = found.hidden
     return {
         "steps": found.steps,
-        "allreduces": [asdict(bucket) for bucket in found.buckets],
-        "gaps": asdict(found.gaps),
-        "durations": {kind: asdict(stats) for kind, stats in found.durations.items()},
+        "allreduces": [to_builtins(bucket) for bucket in found.buckets],
+        "gaps": to_builtins(found.gaps),
+        "durations": {kind: to_builtins(stats) for kind, stats in found.durations.items()},
         "copy_us": hidden.copy_us,
         "hidden_in_communication": hidden.share(hidden.communication_us),
         "hidden_in_backward": hidden.share(hidden.backward_us),
