@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from tierckpt.errors import ConfigError
 
 
@@ -50,6 +53,12 @@ def size_text(nbytes: int) -> str:
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}" if nbytes else ""
+
+
+def repr_without(record: Struct, *hidden: str) -> str:
+    """The `repr` of a record without some of its fields, which may be secret."""
+    shown = (f"{name}={value!r}" for name, value in asdict(record).items() if name not in hidden)
+    return f"{type(record).__name__}({', '.join(shown)})"
 
 
 def directory_of(path: str | os.PathLike[str]) -> str:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
-from tierckpt._text import directory_of, is_url, near_names, question
+from tierckpt._text import directory_of, is_url, near_names, question, repr_without
 from tierckpt.errors import ConfigError
 
 __all__ = [
@@ -169,8 +169,7 @@ class PersistentConfig(Struct, frozen=True):
     private socket."""
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in asdict(self).items() if name != "storage_options"}
-        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in shown.items())})"
+        return repr_without(self, "storage_options")
 
     def options(self) -> dict[str, Any]:
         """`storage_options` as keyword arguments."""

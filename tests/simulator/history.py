@@ -404,8 +404,8 @@ class History:
         found += [key for key, data in objects.items() if data and _VERSION.search(key)]
         if not found:
             return
-        found.sort(key=_version_in)
-        newest = [each for each in found if _version_in(each) >= _version_in(found[-1]) - 1]
+        last = max(map(_version_in, found))
+        newest = [each for each in found if _version_in(each) >= last - 1]
         chosen = chance.choice(sorted(newest, key=str))
         if isinstance(chosen, str):
             objects[chosen] = _flipped(objects[chosen], chance)

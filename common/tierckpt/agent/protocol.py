@@ -32,6 +32,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 from msgspec import Struct, ValidationError, convert, to_builtins
 
+from tierckpt._text import repr_without
 from tierckpt.config import PersistentConfig
 from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, VersionName
@@ -210,13 +211,16 @@ class SessionSettings(_Record, frozen=True):
     keep_last: int
     keep_every: int
     persistent: PersistentSettings | None = None
-    """The persistent level, if there is one."""
+    """The persistent level, if there is one; its settings may hold secrets."""
     codecs: str = ""
     """The codecs of the local level; see `codecs.codec`."""
     ranks: tuple[int, ...] = ()
     """The job's ranks on this node; the first one's session handles shards without a session."""
     trace_dir: str = ""
     """Where the agent records the cores in use (see `UsageSampler`); empty: nowhere."""
+
+    def __repr__(self) -> str:
+        return repr_without(self, "persistent")
 
     @property
     def first(self) -> bool:
@@ -281,7 +285,7 @@ class ListenSettings(_Record, frozen=True):
     serves: ServedPlaces | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.towards!r})"
+        return repr_without(self, "secret")
 
 
 class PartySettings(_Record, frozen=True):

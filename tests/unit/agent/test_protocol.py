@@ -22,6 +22,7 @@ from tierckpt.agent import (
     Flush,
     FlushOrder,
     Hello,
+    ListenSettings,
     Message,
     PersistentSettings,
     Problem,
@@ -84,7 +85,7 @@ VALID = json.loads(encode_message(Commit(ShardKey(VersionId(1, 7), 0, 1), None))
         ({"op": "commit"}, "message 'commit': Object missing required field `key`"),
         ({**VALID, "more": 1}, "message 'commit': Object contains unknown field `more`"),
         ({**VALID, "key": "v7"}, r"message 'commit': Expected `object`, got `str` .*\$.key"),
-        ({**VALID, "segment": 3}, r"'commit': Expected `str | null`, got `int` .*\$.segment"),
+        ({**VALID, "segment": 3}, r"'commit': Expected `str \| null`, got `int` .*\$.segment"),
         ({"op": "bye", "abandoned": 1}, r"'bye': Expected `bool`, got `int` .*\$.abandoned"),
         ({"op": "protect", "id": [1], "lost": None}, r"'protect': Expected `array` of length 2"),
         ({"op": "protect", "id": [1, True]}, r"'protect': Expected `int`, got `bool` .*\$.id"),
@@ -100,10 +101,12 @@ def test_an_invalid_message_is_refused_with_the_reason(data: Any, why: str) -> N
 def test_an_error_shows_no_value_that_may_be_secret() -> None:
     values = json.loads(encode_message(Hello(PROTOCOL, SESSION)))
     retire = {"op": "retire", "safe": "a secret", "lineage": []}
-    with pytest.raises(ValueError, match=r"Expected `array | null`, got `str` .*safe") as error:
+    with pytest.raises(ValueError, match=r"Expected `array \| null`, got `str` .*safe") as error:
         decode(json.dumps(retire).encode())
     assert "a secret" not in str(error.value)
-    assert "hidden" not in repr(SESSION)
+    assert "/far" not in repr(SESSION), "its options may be secret"
+    assert "hidden" not in repr(PERSISTENT)
+    assert "the key" not in repr(ListenSettings("the key", "lo", 0, "node1"))
     assert values["session"]["persistent"]["path"] == "/far"
 
 
