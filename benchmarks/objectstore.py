@@ -37,7 +37,7 @@ from lib.report import align
 from lib.s3 import BUCKET, BareClient, Server, toy_server
 from lib.shards import facts_of, make_sound, manifest, shared
 from lib.terminal import parser_of
-from tierckpt.agent.flusher import open_shard
+from tierckpt.agent import open_shard
 from tierckpt.format.ids import PAGE_BYTES, PART_BYTES, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import digest

@@ -387,6 +387,7 @@ def check(config: Config) -> None:
     _check_protected(config)
     _check_codecs(config)
     _check_exporters(config)
+    _check_stages(config)
     check_places(config)
     _check_storage_options(config)
 
@@ -447,6 +448,25 @@ def _check_exporters(config: Config) -> None:
         from tierckpt.exporters.exporter import exporters_of
 
         exporters_of(config.export)
+
+
+def _check_stages(config: Config) -> None:
+    """Report unknown stages at the start, and a mirror that is no second place."""
+    if not config.stages:
+        return
+    from tierckpt import stages
+
+    stages.check(config.stages)
+    if not config.uses("local"):
+        raise ConfigError(
+            f"stages is {config.stages!r}, but no version goes to the local level, which stages "
+            "read: set local_every_steps or local_every_seconds"
+        )
+    for directory in stages.mirrors(config.stages, ""):
+        if str(directory) in (config.path, config.persistent.path):
+            raise ConfigError(
+                f"stages is {config.stages!r}: {directory} is in use already as a level"
+            )
 
 
 def _check_storage_options(config: Config) -> None:
@@ -541,6 +561,10 @@ class Config(Struct, frozen=True):
     health_seconds: float = 20.0
     """A start continues without a persistent level, and without places for events and traces, that
     do not answer in this time."""
+    stages: str = ""
+    """Work of the node's agent on each version that is complete on all local disks, separated by
+    commas: `mirror DIRECTORY`, a copy of the shards on a second disk of the node, where a restart
+    looks, too; or a stage of yours (see `tierckpt.stages`). `{node}` stands for the node."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     run_records: bool = True
@@ -581,6 +605,11 @@ class Config(Struct, frozen=True):
     def directory(self) -> str:
         """`path` on this node."""
         return self.path.replace("{node}", self.here)
+
+    @property
+    def stages_here(self) -> str:
+        """`stages` on this node."""
+        return self.stages.replace("{node}", self.here)
 
     @property
     def here(self) -> str:

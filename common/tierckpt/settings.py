@@ -110,6 +110,11 @@ class Settings(TypedDict, total=False):
     health_seconds: float
     """A start continues without a persistent level, and without places for events and traces, that
     do not answer in this time. Default: `20.0`."""
+    stages: str
+    """Work of the node's agent on each version that is complete on all local disks, separated by
+    commas: `mirror DIRECTORY`, a copy of the shards on a second disk of the node, where a restart
+    looks, too; or a stage of yours (see `tierckpt.stages`). `{node}` stands for the node. Default:
+    `""`."""
     events_dir: str | os.PathLike[str]
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
     run_records: bool

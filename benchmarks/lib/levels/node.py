@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.limits import Limits, direct_file
 from lib.shards import facts_of, make_sound, manifest, shared
-from tierckpt.agent.flusher import open_shard
+from tierckpt.agent import open_shard
 from tierckpt.agent.processor import lower_priority
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup

@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from tierckpt._children import child_command, child_environment
 from tierckpt._text import error_text, some
 from tierckpt.core.decisions import StallTimeout
-from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, Level
+from tierckpt.core.levels import LOCAL, PEER, PERSISTENT
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.slots import Slot
 
@@ -82,6 +82,7 @@ from .protocol import (
     Flushed,
     FlushFailed,
     FlushOrder,
+    Forward,
     Hello,
     Inherit,
     Introduce,
@@ -101,6 +102,8 @@ from .protocol import (
     Retire,
     SessionSettings,
     ShuttingDown,
+    Staged,
+    StageFailed,
     TaskStatus,
     TrainerMessage,
     Unwelcome,
@@ -553,6 +556,8 @@ class AgentClient:
         they are the likely cause, and fail."""
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
+        self._forwarding: set[tuple[VersionId, str]] = set()
+        """Versions on their way to a stage of the setting, with that stage."""
         self._introduction: tuple[Listen, Introduce] | None = None
         """Messages for a new agent: the agents of other nodes."""
         self._inherit: Inherit | None = None
@@ -647,6 +652,14 @@ class AgentClient:
             self._protecting.add(version)
             self._connection.send(Protect(version, None if lost is None else tuple(sorted(lost))))
 
+    def forward(self, version: VersionId) -> None:
+        """Order all stages of the setting to take in a version complete on all local levels. One
+        call for the whole node."""
+        with self._lock:
+            for stage in self.session.stages:
+                self._forwarding.add((version, stage))
+                self._connection.send(Forward(version, stage))
+
     def introduce(
         self, where: ListenSettings, parties: Iterable[PartySettings], known_nodes: KnownNodes
     ) -> None:
@@ -690,14 +703,19 @@ class AgentClient:
             time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
-    def under_way(self) -> dict[Level, list[VersionId]]:
-        """Versions that the agent has yet to bring to a level beyond this node, or to give up; by
-        level, where there are any."""
-        known = {PEER: self._protecting, PERSISTENT: self._flushing}
+    def under_way(self) -> dict[str, list[VersionId]]:
+        """Versions that the agent has yet to bring to a stage after the local level, or to give up;
+        by level or stage, where there are any."""
+        known: dict[str, set[VersionId]] = {
+            PEER: {*self._protecting},
+            PERSISTENT: {*self._flushing},
+        }
+        for id_, stage in [*self._forwarding]:
+            known.setdefault(stage, set()).add(id_)
         return {level: sorted(versions) for level, versions in known.items() if versions}
 
-    def behind(self) -> list[Level]:
-        """Levels beyond this node with a version on its way there."""
+    def behind(self) -> list[str]:
+        """Levels and stages after the local level with a version on its way there."""
         return list(self.under_way())
 
     def busy(self) -> int:
@@ -728,7 +746,8 @@ class AgentClient:
         `awaited`: other ranks of the job wait for their agents, perhaps for this one."""
         now = time.monotonic()
         with self._lock:
-            idle = not (self._pending or self._protecting or self._flushing)
+            at_stages = self._protecting or self._flushing or self._forwarding
+            idle = not (self._pending or at_stages)
             if not (idle and now - self._polled_seconds < IDLE_SECONDS):
                 self._polled_seconds = now
                 self._connection.look()
@@ -860,6 +879,8 @@ class AgentClient:
                 self._protecting.discard(id_)
             case Flushed(id=id_) | FlushFailed(id=id_):
                 self._flushing.pop(id_, None)
+            case Staged(id=id_, stage=stage) | StageFailed(id=id_, stage=stage):
+                self._forwarding.discard((id_, stage))
         self._received.append(message)
 
     def lost(self, reason: str) -> None:
@@ -882,6 +903,8 @@ class AgentClient:
         """Fail all commits and exchanges in progress; a successor does the flushes."""
         self._received += [CommitFailed(id_, reason) for id_ in self._pending]
         self._received += [ProtectFailed(id_, reason) for id_ in self._protecting]
+        self._received += [StageFailed(*each, reason) for each in sorted(self._forwarding)]
+        self._forwarding.clear()
         self._retried.difference_update(self._pending)
         self._pending.clear()
         self._protecting.clear()

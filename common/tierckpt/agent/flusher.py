@@ -4,19 +4,13 @@ A node's shards of a version are flushed together, from the files of the local l
 version is complete there on all ranks: the files are durable and do not change, and no slot waits
 for a slow store. Retention of the local level keeps the shards of versions that are to be flushed.
 
-Shards of the local level that an agent still reads, for a flush or for an exchange with peers.
-
-`ShardGuard` keeps retention from the shards that are read. `open_source` opens a shard as a source
-for the persistent level; each level has its own codecs.
+`open_source` opens a shard as a source for the persistent level; each level has its own codecs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -56,81 +50,16 @@ from tierckpt.storage.persistent.backend import (
 from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseKeeper
 from tierckpt.storage.persistent.shards import ShardSource, Source
 
+from .pipeline import CANCELLED, Answer, ShardGuard, Stage, sound_image
 from .protocol import (
-    AgentMessage,
     Flushed,
     FlushFailed,
     FlushOrder,
     PersistentSettings,
     Problem,
-    TaskStatus,
 )
-from .status import Task
 
 __all__ = ["Flusher", "retention_policy"]
-
-
-class ShardGuard:
-    """Set of local shards that must not be retired now. Any thread."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """Hold it from the check to the removal of a shard."""
-        self._keys: dict[ShardKey, int] = {}
-
-    def add(self, keys: list[ShardKey]) -> None:
-        """Guard the shards; call it once for every use."""
-        with self.lock:
-            for key in keys:
-                self._keys[key] = self._keys.get(key, 0) + 1
-
-    def discard(self, keys: list[ShardKey]) -> None:
-        """Undo one `add`."""
-        with self.lock:
-            for key in keys:
-                self._keys[key] -= 1
-                if not self._keys[key]:
-                    del self._keys[key]
-
-    def __contains__(self, key: ShardKey) -> bool:
-        return key in self._keys
-
-
-@contextlib.contextmanager
-def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, bytes]]:
-    """A guarded shard's image, mapped, and the manifest that it was sealed with.
-
-    The image is checked, because other nodes and the persistent level trust it. An encoded shard is
-    decoded first, into a file without a name. Raises OSError, CorruptShardError, and the errors of
-    `codecs.shard_coding.Decoder`.
-    """
-    data = local.read_manifest(key)
-    manifest = Manifest.decode(data)
-    if manifest.encoding is not None:
-        from tierckpt.storage.local import open_encoded, unfolded
-
-        decoder = open_encoded(local, manifest)
-        with unfolded(local, decoder) as image:
-            yield image, decoder.sealed_bytes
-        return
-    with sound_image(local, manifest) as image:
-        yield image, data
-
-
-@contextlib.contextmanager
-def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
-    """Bytes of a shard stored without codecs, mapped and checked."""
-    from tierckpt.format.manifest import verify_shard
-
-    mapped = local.open_image(manifest.key)
-    image = memoryview(mapped)
-    try:
-        verify_shard(manifest, image, f"{manifest.key} in {local.directory}")
-        yield image
-    finally:
-        with contextlib.suppress(BufferError):  # a traceback has a view, and frees it later
-            image.release()
-            mapped.close()
 
 
 class UnfoldedSource(Struct):
@@ -369,13 +298,10 @@ MAX_ROUNDS, ROUND_SECONDS = 4, 30.0
 between them."""
 STILL_UNDER_WAY = 2
 """Number of versions before the present one that other nodes may still be flushing."""
-CANCELLED = "the agent shuts down to make room for a later run's agent"
-
-Answer = Callable[[AgentMessage], None]
 
 
-class Flusher:
-    """The flusher of one node and place. Any thread may call `order`; its own thread flushes.
+class Flusher(Stage[FlushOrder]):
+    """The flusher of one node and place.
 
     Transient errors are retried: first by the store, call by call, then for the version as a whole;
     finished parts stay. The number of attempts is limited, as other versions wait. A version that
@@ -389,31 +315,18 @@ class Flusher:
         on_idle: Callable[[], None],
         clock: Clock | None = None,
     ) -> None:
-        """`on_idle` is called by the flushing thread whenever no work is left."""
+        super().__init__(PERSISTENT, held, on_idle)
         self.settings = settings
-        self.held = held
-        self._on_idle = on_idle
         self._clock: Clock = clock or SystemClock()
-        self.progress_at = time.monotonic()
-        """Time when a flush last made progress, or waited as planned, for example for a window."""
-        self._changed = threading.Condition()
-        self._orders: deque[tuple[FlushOrder, Answer]] = deque()
-        self._thread: threading.Thread | None = None
-        self._store: PersistentStore | None = None
+        self._place: PersistentStore | None = None
         self._lease: Lease | None = None
         self._keeper = LeaseKeeper(lambda: self._make_store(RetryPolicy(tries=1)))
         self._resting = False
         """No trainer of this node runs, so the lease need not be kept between flushes."""
-        self._cancelled = False
-        """Permanent, see `cancel`."""
         self._throttle: Throttle | None = None
         """Limit of all flushes together: many small flushes get no more bandwidth than a large one.
         """
-        self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
-        self._now: tuple[FlushOrder, Answer] | None = None
-        """The flush under way."""
-        self._task: Task | None = None
-        """The same flush, for those that ask for its progress."""
+        self._bases = Bases(lambda name: self._place is not None and self._place.exists(name))
         self._warned: set[str] = set()
         """Warnings of this flush that need not be repeated."""
         self._arrivals = NewPins()
@@ -421,38 +334,11 @@ class Flusher:
         """Versions that were not yet complete when this node's parts were."""
         self._last_stored: VersionName | None = None
 
-    def order(self, order: FlushOrder, answer: Answer) -> None:
-        """Flush a version after those ordered before; `answer` is called with the result.
-
-        The trainers limit how many versions wait: they order alike on all nodes (see `Promotion`).
-        Raises RuntimeError where no thread can be started, and after `cancel`; then nothing is
-        ordered.
-        """
-        with self._changed:
-            if self._cancelled:
-                raise RuntimeError(CANCELLED)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="tierckpt-flusher", daemon=True)
-                thread.start()  # RuntimeError: no more threads; nothing was ordered then
-                self._thread = thread
-                self._note_progress()
-            self._resting = False
-            self.held.add(order.keys)
-            self._orders.append((order, answer))
-
-    def busy(self) -> bool:
-        """True while a version is being flushed or waits."""
-        return self._thread is not None and not self._cancelled
-
-    def quiet_seconds(self) -> float:
-        """Return the time since the work under way last made progress; 0.0 without. Any thread."""
-        return max(time.monotonic() - self.progress_at, 0.0) if self.busy() else 0.0
-
-    def status(self) -> tuple[TaskStatus | None, int]:
-        """The flush under way, and the number of versions that wait for it. Any thread."""
-        with self._changed:
-            task = self._task if self.busy() else None
-            return task.status() if task else None, len(self._orders)
+    def accept(self, order: FlushOrder, answer: Answer) -> None:
+        """Flush a version, see `Stage`. The trainers limit how many versions wait: they order
+        alike on all nodes (see `Promotion`)."""
+        self._resting = False
+        super().accept(order, answer)
 
     def close(self) -> None:
         """Stop renewing the lease; release it if all nodes have finished."""
@@ -460,17 +346,12 @@ class Flusher:
             self._keeper.close(self._last())
 
     def cancel(self) -> list[int]:
-        """Give up the flush under way and all that wait, as if this process were killed: parts that
-        are stored stay. From now on the lease is neither taken nor renewed, and no order is
-        accepted. Returns the versions given up. Any thread; waits for nothing."""
+        """Give up all flushes, see `Stage`: parts that are stored stay. From now on the lease is
+        neither taken nor renewed."""
         self.rest()
-        with self._changed:
-            now = [self._now] if self._now is not None and self.busy() else []
-            given_up = [order.id.version for order, _ in (*now, *self._orders)]
-            self._cancelled = True
-            self._orders.clear()
-            if self._lease is not None:
-                self._lease.abandon()
+        given_up = super().cancel()
+        if self._lease is not None:
+            self._lease.abandon()
         return given_up
 
     def rest(self) -> None:
@@ -486,28 +367,14 @@ class Flusher:
 
     # --- one version after the other -----------------------------------------------------------
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._orders:
-                    self._thread = None
-                    break
-                order, answer = self._now = self._orders.popleft()
-                self._task = Task(PERSISTENT, order.id)
-            self._warned.clear()
-            try:
-                answer(self._flushed(order))
-            finally:
-                self.held.discard(order.keys)
-        self._on_idle()
-
-    def _flushed(self, order: FlushOrder) -> Flushed | FlushFailed:
+    def _store(self, order: FlushOrder) -> Flushed | FlushFailed:
         """Flush a version, and apply retention to older ones; return the answer."""
+        self._warned.clear()
         try:
             said = self._flush_patiently(order)
         except Exception as error:  # any error of a store's client costs this version only
             if not self._exists(order):
-                return self._failed(order, error)
+                return self._given_up(order, error)
             said = Flushed(order.id, 0, 0.0, complete=True)  # the commit was complete
         if said.complete:
             self._arrivals.add(order.directory, order.name)
@@ -529,19 +396,22 @@ class Flusher:
             self._pause(ROUND_SECONDS)
             rounds += 1
 
-    def _failed(self, order: FlushOrder, error: Exception) -> FlushFailed:
+    def _given_up(self, order: FlushOrder, error: Exception) -> FlushFailed:
         if isinstance(error, PersistentError) and not (error.transient or self._cancelled):
             with contextlib.suppress(Exception):  # it will never be complete: its room is needed
                 self._open(order).give_up(order.name)
             if lacks_room(error):  # no complete version would ever trigger retention
                 self._retain(order, complete=False)
         superseded = isinstance(error, FlushCancelledError) and self._cancelled
-        return FlushFailed(order.id, error_text(error), superseded)
+        return self._failed(order, error_text(error), superseded)
+
+    def _failed(self, order: FlushOrder, error: str, superseded: bool = False) -> FlushFailed:
+        return FlushFailed(order.id, error, superseded)
 
     def _exists(self, order: FlushOrder) -> bool:
         """Whether the version exists, as far as this node can see."""
         with contextlib.suppress(Exception):
-            return self._store is not None and self._store.exists(order.name)
+            return self._place is not None and self._place.exists(order.name)
         return False
 
     def _retain(self, order: FlushOrder, complete: bool = True) -> None:
@@ -646,13 +516,13 @@ class Flusher:
     def _open(self, order: FlushOrder) -> PersistentStore:
         """Return the store, opened by the first flush. The first node creates it: if another node
         does not see it then, it is not mounted there."""
-        if self._store is None:
+        if self._place is None:
             store = self._make_store()
             if not self.settings.node:
                 store.create()
             store.clean()
-            self._store = store
-        return self._store
+            self._place = store
+        return self._place
 
     def _wait_for_lease(self, store: PersistentStore, order: FlushOrder) -> Lease:
         """Wait for this run's lease on the place; after a job was killed, its lease must end first.
@@ -733,9 +603,6 @@ class Flusher:
         while not (self._orders or self._cancelled) and (left := end - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
             self._note_progress()
-
-    def _note_progress(self) -> None:
-        self.progress_at = time.monotonic()
 
     def _retried(self, text: str) -> None:
         if self._now is not None:

@@ -30,19 +30,14 @@ from tierckpt.peer.wire import Address, own_host
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 
-from .flusher import ShardGuard, open_shard
+from .pipeline import Answer, ShardGuard, Stage, open_shard
 from .protocol import (
-    AgentMessage,
     KnownNodes,
     ListenSettings,
     PartySettings,
     Protected,
     ProtectFailed,
-    TaskStatus,
 )
-from .status import Task
-
-Answer = Callable[[AgentMessage], None]
 
 
 class _Order(Struct, frozen=True):
@@ -50,12 +45,11 @@ class _Order(Struct, frozen=True):
     shards here, and other peers."""
 
     directory: str
-    version: VersionId
+    id: VersionId
     shards: int
     parties: Sequence[PartySettings]
     transport: Transport | None
     lost: Sequence[int] | None
-    answer: Answer
 
     @property
     def keys(self) -> list[ShardKey]:
@@ -63,19 +57,14 @@ class _Order(Struct, frozen=True):
         return [self.key(party) for party in self.parties]
 
     def key(self, party: PartySettings) -> ShardKey:
-        return ShardKey(self.version, party.shard, self.shards)
-
-    def fail(self, error: str, superseded: bool = False) -> None:
-        self.answer(ProtectFailed(self.version, error, superseded))
+        return ShardKey(self.id, party.shard, self.shards)
 
 
-class Protector:
-    """Makes the parity of one node and job. Any thread may call it; its own thread protects version
-    by version, all shards of the node at once."""
+class Protector(Stage[_Order]):
+    """Makes the parity of one node and job, of all shards of the node at once."""
 
     def __init__(self, held: ShardGuard, on_idle: Callable[[], None]) -> None:
-        self._held = held
-        self._on_idle = on_idle
+        super().__init__(PEER, held, on_idle)
         self._lock = threading.Lock()
         self._secret = b""
         self._place: ListenSettings | None = None
@@ -87,10 +76,6 @@ class Protector:
         self._parties: Sequence[PartySettings] = ()
         self._known_nodes: KnownNodes | None = None
         """Result of `known_nodes`."""
-        self._orders: list[_Order] = []
-        self._task: Task | None = None
-        """The exchange under way."""
-        self._thread: threading.Thread | None = None
 
     def open(self, where: ListenSettings) -> Address:
         """Listen for the agents of the run with this secret. Exchanges of the previous run are
@@ -165,7 +150,7 @@ class Protector:
             self.open(where)
         self.introduce((), known_nodes)
 
-    def order(
+    def protect(
         self,
         directory: str,
         version: VersionId,
@@ -177,44 +162,17 @@ class Protector:
 
         Repairs are all kept: another node may be working on one already, and would wait for us.
 
-        `lost`: shards without parity, the same list on all nodes; None: make all parity.
+        `lost`: shards without parity, the same list on all nodes; None: make all parity. Raises as
+        `Stage.accept`.
         """
         with self._lock:
             self._listen_again()
             met = (self._parties, self._transport)
-            order = _Order(directory, version, shards, *met, lost, answer)
-            if not order.keys:
-                order.fail("the agents of the nodes have not met")
-                return
-            try:
-                self._have_thread()
-            except RuntimeError as error:  # the limit of the system or container on threads
-                order.fail(error_text(error))
-                return
-            self._held.add(order.keys)
-            for older in [each for each in self._orders if each.lost is None]:
-                self._orders.remove(older)
-                self._held.discard(older.keys)
-                older.fail("a newer version came", superseded=True)
-            self._orders.append(order)
-
-    def _have_thread(self) -> None:
-        """With the lock held: start the thread if there is none. Raises RuntimeError."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="tierckpt-protector", daemon=True)
-            thread.start()
-            self._thread = thread  # after the start: one that never ran could not be joined
-
-    def busy(self) -> bool:
-        """True while a version is being protected, or waits for it."""
-        return self._thread is not None
-
-    def status(self) -> tuple[list[TaskStatus], int]:
-        """The exchange under way, if any, and the number of versions that wait for it. Any
-        thread."""
-        with self._lock:
-            task = self._task if self.busy() else None
-            return [task.status()] if task else [], len(self._orders)
+        order = _Order(directory, version, shards, *met, lost)
+        if order.keys:
+            self.accept(order, answer)
+        else:
+            answer(self._failed(order, "the agents of the nodes have not met"))
 
     def asked_at(self) -> float:
         """Time of the last read by another node (monotonic); -inf before."""
@@ -227,28 +185,22 @@ class Protector:
         if transport is not None:
             transport.close()
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._orders:
-                    self._thread = None
-                    break
-                order = self._orders.pop(0)
-                self._task = Task(PEER, order.version)
-            start = time.perf_counter()
-            try:
-                nbytes, errors = _protect_all(order)
-            except Exception as error:  # any failure costs only this version's parity
-                nbytes, errors = 0, [error_text(error)]
-            finally:
-                self._held.discard(order.keys)
-            if errors:
-                left_out = all(LEFT_OUT in text for text in errors)
-                order.fail("; ".join(errors), superseded=left_out)
-            else:
-                seconds = time.perf_counter() - start
-                order.answer(Protected(order.version, nbytes, seconds))
-        self._on_idle()
+    def _replaces(self, order: _Order, waiting: _Order) -> bool:
+        return waiting.lost is None
+
+    def _failed(self, order: _Order, error: str, superseded: bool = False) -> ProtectFailed:
+        return ProtectFailed(order.id, error, superseded)
+
+    def _store(self, order: _Order) -> Protected | ProtectFailed:
+        start = time.perf_counter()
+        try:
+            nbytes, errors = _protect_all(order)
+        except Exception as error:  # any failure costs only this version's parity
+            nbytes, errors = 0, [error_text(error)]
+        if errors:
+            left_out = all(LEFT_OUT in text for text in errors)
+            return self._failed(order, "; ".join(errors), superseded=left_out)
+        return Protected(order.id, nbytes, time.perf_counter() - start)
 
 
 def _protect_all(order: _Order) -> tuple[int, list[str]]:
@@ -256,7 +208,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
     transport = order.transport
     if transport is None:
         return 0, ["the agents do not know each other"]
-    _faults.point("peer", op="begin", version=order.version.version)
+    _faults.point("peer", op="begin", version=order.id.version)
     written: list[int] = []
     errors: list[str] = []
 

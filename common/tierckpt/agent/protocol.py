@@ -56,6 +56,7 @@ __all__ = [
     "FlushFailed",
     "FlushOrder",
     "Flushed",
+    "Forward",
     "Hello",
     "Inherit",
     "Introduce",
@@ -81,6 +82,8 @@ __all__ = [
     "ServedPlaces",
     "SessionSettings",
     "ShuttingDown",
+    "StageFailed",
+    "Staged",
     "Stored",
     "TaskStatus",
     "TrainerMessage",
@@ -216,6 +219,8 @@ class SessionSettings(_Record, frozen=True):
     """The codecs of the local level; see `codecs.codec`."""
     ranks: tuple[int, ...] = ()
     """The job's ranks on this node; the first one's session handles shards without a session."""
+    stages: tuple[str, ...] = ()
+    """The stages of the setting, each with its argument."""
     trace_dir: str = ""
     """Where the agent records the cores in use (see `UsageSampler`); empty: nowhere."""
 
@@ -340,7 +345,7 @@ class KnownNodes(_Record, frozen=True):
         return self.generation, digest(repr(self.agents).encode()).hex()
 
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------
@@ -411,6 +416,13 @@ class Protect(_Record, frozen=True):
     """Shards beside which parity is missing, if only that has to be made."""
 
 
+class Forward(_Record, frozen=True):
+    """Bring a version to a stage of the setting. Answered by `Staged` or `StageFailed`."""
+
+    id: VersionId
+    stage: str
+
+
 class AskProgress(_Record, frozen=True):
     """Ask whether flushes proceed. Answered by `Progress`."""
 
@@ -423,7 +435,17 @@ class Bye(_Record, frozen=True):
 
 
 TrainerMessage = (
-    Hello | Commit | Retire | Flush | Listen | Introduce | Inherit | Protect | AskProgress | Bye
+    Hello
+    | Commit
+    | Retire
+    | Flush
+    | Listen
+    | Introduce
+    | Inherit
+    | Protect
+    | Forward
+    | AskProgress
+    | Bye
 )
 
 # --- from an agent -------------------------------------------------------------------------------
@@ -526,6 +548,39 @@ class FlushFailed(NotStored, frozen=True):
     level = PERSISTENT
 
 
+class Staged(_Record, frozen=True):
+    """A stage of the setting is done with this node's part of a version."""
+
+    id: VersionId
+    stage: str
+    nbytes: int
+    write_seconds: float
+
+    @property
+    def level(self) -> str:
+        """The stage, as a level."""
+        return self.stage.partition(" ")[0]
+
+    @property
+    def times_seconds(self) -> dict[str, float]:
+        """See `Stored`."""
+        return {"write": self.write_seconds}
+
+
+class StageFailed(_Record, frozen=True):
+    """A stage of the setting did not do its work for a version."""
+
+    id: VersionId
+    stage: str
+    error: str
+    superseded: bool = False
+
+    @property
+    def level(self) -> str:
+        """The stage, as a level."""
+        return self.stage.partition(" ")[0]
+
+
 class Listening(_Record, frozen=True):
     """The agent listens for other nodes' agents."""
 
@@ -580,6 +635,8 @@ AgentMessage = (
     | ProtectFailed
     | Flushed
     | FlushFailed
+    | Staged
+    | StageFailed
     | Listening
     | ListenFailed
     | Cleaned
@@ -598,7 +655,9 @@ def version_of(message: Message) -> VersionId | None:
             return key.id
         case Flush(order=order):
             return order.id
-        case Protect(id=id_) | Stored(id=id_) | NotStored(id=id_):
+        case Protect(id=id_) | Forward(id=id_) | Stored(id=id_) | NotStored(id=id_):
+            return id_
+        case Staged(id=id_) | StageFailed(id=id_):
             return id_
         case _:
             return None

@@ -26,16 +26,16 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tierckpt import _faults
 from tierckpt._text import error_text
 from tierckpt.codecs.codec import Pipeline
 from tierckpt.codecs.shard_coding import Chain
-from tierckpt.core.levels import PEER, PERSISTENT
+from tierckpt.core.levels import PEER
 from tierckpt.core.retention import RetentionPolicy, retirable
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
@@ -46,7 +46,8 @@ from tierckpt.storage.slots import Slot
 
 from . import protocol
 from .address import _peer, _peer_uid
-from .flusher import Flusher, ShardGuard
+from .flusher import Flusher
+from .pipeline import Hosted, HostedOrder, ShardGuard, Stage
 from .processor import UsageSampler, shorten_slices
 from .protocol import (
     PROTOCOL,
@@ -61,6 +62,7 @@ from .protocol import (
     Finished,
     Flush,
     FlushFailed,
+    Forward,
     Hello,
     Inherit,
     Introduce,
@@ -78,6 +80,7 @@ from .protocol import (
     Retire,
     SessionSettings,
     ShuttingDown,
+    StageFailed,
     Welcome,
 )
 from .status import Activity
@@ -110,6 +113,10 @@ class NodeServices(Protocol):
 
     def protector(self) -> Protector:
         """The node's protector."""
+        ...
+
+    def hosted(self, text: str) -> Hosted:
+        """The stage of the setting with this text."""
         ...
 
 
@@ -157,7 +164,7 @@ class TrainerSession:
             while not self._is_over() and selector.select(0):
                 message, fds = self._receive()
                 match message:
-                    case Flush() | Listen() | Introduce() | Inherit() | Protect():
+                    case Flush() | Listen() | Introduce() | Inherit() | Protect() | Forward():
                         self._carry_out(message, fds)  # does not concern the shard
                     case _:
                         self._waiting.append((message, fds))
@@ -220,7 +227,7 @@ class TrainerSession:
                         self._retire(message)
                 case Flush(order=order):
                     if (flusher := self.services.flusher(self.settings)) is not None:
-                        flusher.order(order, self.say)
+                        flusher.accept(order, self.say)
                 case AskProgress():
                     self._report_progress()
                 case Listen():
@@ -231,13 +238,20 @@ class TrainerSession:
                     self.services.protector().inherit(where, known_nodes)
                 case Protect(id=id_, lost=lost):
                     wanted = (self.settings.directory, id_, self.settings.shards, lost)
-                    self.services.protector().order(*wanted, self.say)
+                    self.services.protector().protect(*wanted, self.say)
+                case Forward(id=id_, stage=text):
+                    self.services.hosted(text).accept(self._here(id_), self.say)
                 case Problem():
                     self.say(message)
                 case _:
                     raise ValueError(f"{type(message).__name__} is no order for an agent")
         except Exception as error:
             self.say(_failure(message, error_text(error)))
+
+    def _here(self, id_: VersionId) -> HostedOrder:
+        settings = self.settings
+        ranks = settings.ranks or (settings.shard,)
+        return HostedOrder(settings.directory, id_, settings.shards, ranks)
 
     def _prepare(self) -> None:
         try:
@@ -411,10 +425,10 @@ class TrainerSession:
 
     def _report_progress(self) -> None:
         flusher = self.services.flusher(self.settings)
-        if flusher is None:
-            self.say(Progress(0.0))
-        else:
-            self.say(Progress(flusher.quiet_seconds(), flusher.status()[0]))
+        hosted = [self.services.hosted(text) for text in self.settings.stages]
+        at_work: list[Stage[Any]] = [*hosted, *([flusher] if flusher else [])]
+        quiet = max((stage.quiet_seconds() for stage in at_work), default=0.0)
+        self.say(Progress(quiet, flusher.status()[0] if flusher else None))
 
     def _listen(self, message: Listen) -> None:
         try:
@@ -448,6 +462,8 @@ def _failure(message: Message, error: str) -> AgentMessage:
             return FlushFailed(order.id, error)
         case Protect(id=id_):
             return ProtectFailed(id_, error)
+        case Forward(id=id_, stage=stage):
+            return StageFailed(id_, stage, error)
         case Listen():
             return ListenFailed(error)
         case _:
@@ -507,6 +523,7 @@ class Agent:
         self._usage = UsageSampler()
         self._began_seconds = time.time()
         self._flushers: dict[PersistentSettings, Flusher] = {}
+        self._hosted: dict[str, Hosted] = {}
         self._protector: Protector | None = None
         self._woken, self._wake = socket.socketpair()
 
@@ -536,9 +553,9 @@ class Agent:
                 left = self._patience(nobody_before)
                 with self._lock:
                     flushing, alone = bool(self._flushing()), not self._serving
-                    idle = list(self._flushers.values()) if alone else []
-                for flusher in idle:
-                    flusher.rest()
+                    idle = self._stages() if alone else []
+                for stage in idle:
+                    stage.rest()
                 over = left is not None and left <= 0
                 if over and (looked_again or not flushing):
                     return
@@ -591,15 +608,19 @@ class Agent:
         return self._protector is not None and self._protector.busy()
 
     def _flushing(self) -> list[float]:
-        """Time of the last progress of each flush (monotonic)."""
-        return [f.progress_at for f in self._flushers.values() if f.busy()]
+        """Time of the last progress of each flush and each stage of the setting (monotonic)."""
+        stages: list[Stage[Any]] = [*self._flushers.values(), *self._hosted.values()]
+        return [stage.progress_at for stage in stages if stage.busy()]
+
+    def _stages(self) -> list[Stage[Any]]:
+        """All stages below the local level."""
+        protector = [self._protector] if self._protector is not None else []
+        return [*protector, *self._flushers.values(), *self._hosted.values()]
 
     def close(self) -> None:
         """Release the resources that the agent itself holds."""
-        if self._protector is not None:
-            self._protector.close()
-        for flusher in self._flushers.values():
-            flusher.close()
+        for stage in self._stages():
+            stage.close()
         self._woken.close()
         self._wake.close()
 
@@ -750,6 +771,8 @@ class Agent:
         self._leave_at = time.monotonic() + FIRST_SECONDS
         for flusher in self._flushers.values():
             self._given_up += flusher.cancel()
+        for hosted in self._hosted.values():
+            hosted.cancel()
         for session in self._sessions:
             self._given_up += session.leave()
 
@@ -758,13 +781,15 @@ class Agent:
     def status(self) -> AgentStatus:
         """What the agent does, and has done. Any thread; waits for no work."""
         with self._lock:
-            flushers, protector = list(self._flushers.values()), self._protector
+            stages = self._stages()
             now = time.monotonic()
             trainers = {session.settings.shard for session in self._sessions}
             awaited = {shard for (_, shard), end in self._missed.items() if end > now}
-        protecting, to_protect = protector.status() if protector else ([], 0)
-        flushes = [flusher.status() for flusher in flushers]
-        waiting = {PEER: to_protect, PERSISTENT: sum(count for _, count in flushes)}
+        found = [(stage, *stage.status()) for stage in stages]
+        waiting = Counter[str]()
+        for stage, _, count in found:
+            waiting[stage.level.partition(" ")[0]] += count
+        flushes = [stage for stage in stages if stage.level != PEER]
         return AgentStatus(
             os.getpid(),
             socket.gethostname(),
@@ -772,8 +797,8 @@ class Agent:
             tuple(sorted(trainers)),
             tuple(sorted(awaited)),
             self.shutting_down,
-            max([each.quiet_seconds() for each in flushers], default=0.0),
-            (*self.activity.commits(), *protecting, *(task for task, _ in flushes if task)),
+            max([stage.quiet_seconds() for stage in flushes], default=0.0),
+            (*self.activity.commits(), *(task for _, task, _ in found if task)),
             tuple(self.activity.levels({level: n for level, n in waiting.items() if n})),
             self.activity.local_quiet_seconds(),
         )
@@ -798,6 +823,12 @@ class Agent:
             if self._protector is None:
                 self._protector = Protector(self.held, self._wake_up)
             return self._protector
+
+    def hosted(self, text: str) -> Hosted:
+        """The stage of the setting with this text."""
+        with self._lock:
+            self._check_stays()
+            return self._hosted.setdefault(text, Hosted(text, self.held, self._wake_up))
 
     def _check_stays(self) -> None:
         """With the lock held: raise RuntimeError for an order that came just before the

@@ -33,7 +33,15 @@ from msgspec.structs import replace
 from tierckpt._text import is_url
 from tierckpt.agent.address import _peer_uid
 from tierckpt.agent.connection_states import MAX_AGENTS
-from tierckpt.agent.protocol import AgentMessage, LevelStatus, NotStored, Stored, TaskStatus
+from tierckpt.agent.protocol import (
+    AgentMessage,
+    LevelStatus,
+    NotStored,
+    Staged,
+    StageFailed,
+    Stored,
+    TaskStatus,
+)
 from tierckpt.core.levels import LOCAL, PERSISTENT, RANK
 from tierckpt.format.ids import VersionId
 from tierckpt.storage import file_lock
@@ -138,14 +146,14 @@ class Activity:
 
     def record(self, message: AgentMessage) -> None:
         """Count a result; any other message changes nothing."""
-        if not isinstance(message, Stored | NotStored):
+        if not isinstance(message, Stored | NotStored | Staged | StageFailed):
             return
         with self._lock:
             before = self._levels.get(message.level, LevelStatus(message.level))
             match message:
-                case Stored():
+                case Stored() | Staged():
                     self._levels[message.level] = _stored(before, message)
-                case NotStored():
+                case NotStored() | StageFailed():
                     self._levels[message.level] = _not_stored(before, message)
 
     def commits(self) -> list[TaskStatus]:
@@ -159,7 +167,7 @@ class Activity:
             found = dict(self._levels)
         for level, count in waiting.items():
             found[level] = replace(found.get(level, LevelStatus(level)), waiting=count)
-        return sorted(found.values(), key=lambda each: RANK[each.level])
+        return sorted(found.values(), key=lambda each: RANK.get(each.level, len(RANK)))
 
 
 def _work_of(thread: int) -> str:
@@ -174,7 +182,7 @@ def _work_of(thread: int) -> str:
         return ""
 
 
-def _stored(before: LevelStatus, message: Stored) -> LevelStatus:
+def _stored(before: LevelStatus, message: Stored | Staged) -> LevelStatus:
     newest, at_seconds = before.newest, before.newest_at_seconds
     if newest is None or message.id > newest:
         newest, at_seconds = message.id, time.time()
@@ -189,7 +197,7 @@ def _stored(before: LevelStatus, message: Stored) -> LevelStatus:
     )
 
 
-def _not_stored(before: LevelStatus, message: NotStored) -> LevelStatus:
+def _not_stored(before: LevelStatus, message: NotStored | StageFailed) -> LevelStatus:
     if message.superseded:
         return replace(before, superseded=before.superseded + 1)
     text = f"{message.id}: {message.error}"

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict, replace
 
-from tierckpt import _process
+from tierckpt import _process, stages
 from tierckpt._children import module_path
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
@@ -179,6 +179,8 @@ class Promotion:
         self.spared.whole(safe)
         self.retire()
         self.protect(safe)
+        if self._order is not None:
+            self._agent.forward(safe)
         self._flush(safe, largest_bytes, metric)
 
     def retire(self) -> None:
@@ -489,6 +491,7 @@ def agent_client(
             persistent=persistent,
             codecs=config.local.codecs,
             ranks=node.ranks,
+            stages=tuple(map(str, stages.parse(config.stages_here))),
             trace_dir=os.path.abspath(config.trace_dir) if config.trace_dir else "",
         ),
         inline=config.agent == "inline",

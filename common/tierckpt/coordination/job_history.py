@@ -51,6 +51,7 @@ from tierckpt.core.restore_plan import (
 )
 from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
+from tierckpt.stages import mirrors
 from tierckpt.storage.inventory import nothing_seen, open_persistent, take_inventory
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
@@ -200,8 +201,9 @@ class JobHistory:
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
             patience = self._config.health_seconds
+            second = mirrors(self._config.stages_here, self._job.job)
             own = take_inventory(
-                self._job, self._store, self._host, shared, patience, self._on_wait
+                self._job, self._store, self._host, shared, patience, self._on_wait, second
             )
         except Exception as error:  # the other ranks wait for this one
             own = nothing_seen(self._host, error)

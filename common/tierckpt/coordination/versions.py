@@ -26,6 +26,8 @@ from tierckpt.agent.protocol import (
     ListenFailed,
     NotStored,
     Problem,
+    Staged,
+    StageFailed,
     Stored,
 )
 from tierckpt.callbacks import CallbackList
@@ -167,7 +169,7 @@ class Reports:
         """Report that a version does not go to the persistent level, since a newer one waits."""
         self._pass_over(PERSISTENT, version, why)
 
-    def _pass_over(self, level: Level, version: int, why: str) -> None:
+    def _pass_over(self, level: str, version: int, why: str) -> None:
         newest = self.newest(level)
         what = {"version": version, "level": level, "message": why, "behind_since": newest}
         self.emit("skipped", **what, reason="superseded", severity=logging.INFO)
@@ -180,7 +182,7 @@ class Reports:
         self._lost.append(version)
         self.emit("failed", **failure | ({"severity": logging.DEBUG} if is_shown else {}))
 
-    def left_behind(self, level: Level, id_: VersionId, why: str) -> None:
+    def left_behind(self, level: str, id_: VersionId, why: str) -> None:
         """Report that the peer or persistent level probably does not get this node's part of a
         version."""
         self.emit("failed", **self._failure(level, id_.version, why))
@@ -210,6 +212,20 @@ class Reports:
                 self._stored(message)
             case NotStored():
                 self._not_stored(message)
+            case Staged(id=id_):
+                what = {"version": id_.version, "level": message.level, "nbytes": message.nbytes}
+                self.emit(
+                    "committed",
+                    **what,
+                    seconds=message.times_seconds,
+                    message=message.stage,
+                    severity=logging.INFO,
+                )
+            case StageFailed(id=id_, error=error, superseded=True):
+                self._pass_over(message.level, id_.version, error)
+            case StageFailed(id=id_, stage=stage, error=error):
+                text = f"{stage}: {error}; training continues, without this version there"
+                self.emit("failed", **self._failure(message.level, id_.version, text))
             case ListenFailed(error=error):  # from an agent that replaced a dead one
                 self.notice(f"peer level: {error}", logging.ERROR)
             case Cleaned(names=names):
@@ -246,7 +262,7 @@ class Reports:
             without = "other nodes cannot rebuild this version"
         return self._failure(level, id_.version, f"{error}; training continues, {without}")
 
-    def _failure(self, level: Level, version: int, why: str) -> dict[str, Any]:
+    def _failure(self, level: str, version: int, why: str) -> dict[str, Any]:
         """Return the values of an event: a level does not have the version."""
         return {
             "version": version,
@@ -256,7 +272,7 @@ class Reports:
             "severity": logging.ERROR,
         }
 
-    def _succeeded(self, level: Level) -> None:
+    def _succeeded(self, level: str) -> None:
         if failures := self._repeats.succeeded(level):
             self.notice(f"{level} level: it has versions again, after {failures}", logging.WARNING)
 
@@ -264,9 +280,13 @@ class Reports:
         """A run starts; `persistent` is that level's newest version."""
         self._persistent = persistent
 
-    def newest(self, level: Level) -> int | None:
-        """Return the number of the newest version that a level is known to have."""
-        safe = self._agreement.ledgers[level].safe
+    def newest(self, level: str) -> int | None:
+        """Return the number of the newest version that a level is known to have on all ranks; None
+        for a stage of the setting, as ranks do not vote about it."""
+        ledger = {str(each): each for each in LEDGERS}.get(level)
+        if ledger is None:
+            return None
+        safe = self._agreement.ledgers[ledger].safe
         id_ = self._persistent if level == PERSISTENT else safe
         return id_.version if id_ is not None else None
 
@@ -280,9 +300,9 @@ class _Repeats:
     ..."""
 
     def __init__(self) -> None:
-        self._counts: dict[Level | None, Counter[str]] = {}
+        self._counts: dict[str | None, Counter[str]] = {}
         """By level; None: notices."""
-        self._successes: Counter[Level] = Counter()
+        self._successes: Counter[str] = Counter()
         """The number since the last failure."""
 
     def failed(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -303,7 +323,7 @@ class _Repeats:
         what = "warning" if level is None else "failure"
         return values | {"message": f"{text} ({REPEATED.format(what=what, count=count)})"}
 
-    def succeeded(self, level: Level) -> str:
+    def succeeded(self, level: str) -> str:
         """Count a success. Returns the number of failures, as text, if this success ends a row of
         which some were not shown: as many successes as failures."""
         if not (counts := self._counts.get(level)):  # nearly always

@@ -29,6 +29,7 @@ __all__ = [
     "LEDGERS",
     "LOCAL",
     "MEMORY",
+    "MIRROR",
     "PEER",
     "PENDING",
     "PERSISTENT",
@@ -164,6 +165,8 @@ class Level(StrEnum):
         busy="a rank is still writing the previous version",
         one_at_a_time=True,
     )
+    # A second disk of the node, see `stages`.
+    MIRROR = Facts("mirror", source="local", has_ledger=False, place="a mirror")
     PEER = Facts("peer", source="local", place="other nodes")
     # Shards that agents of the job's former nodes hold, see `FormerNodes`.
     AGENT = Facts("agent", has_ledger=False, is_far=True, place="former nodes")
@@ -176,22 +179,25 @@ class Level(StrEnum):
     )
 
 
-MEMORY, LOCAL, PEER, AGENT, PERSISTENT = Level
+MEMORY, LOCAL, MIRROR, PEER, AGENT, PERSISTENT = Level
 LEDGERS = tuple(level for level in Level if level.facts.has_ledger)
 """Levels that ranks vote about."""
 AWAITED = tuple(level for level in LEDGERS if level.facts.awaited)
 INTERVALS = {level: level.facts.interval for level in Level if level.facts.interval is not None}
 """Levels that have an interval of their own."""
 FAR = frozenset(level for level in Level if level.facts.is_far)
+_BY_NAME: dict[str, Level] = {level: level for level in Level}
 RANK: dict[str, int] = {level: rank for rank, level in enumerate(Level)}
 """Order of the levels by cost of a restore; 0 is the cheapest."""
 
 
-def place_of(level: Level, config: Config) -> str:
-    """Return a level's place, as text."""
+def place_of(level: str, config: Config) -> str:
+    """Return the place of a level, or of a stage of the setting, as text."""
     if level == LOCAL:
         return config.directory
-    return level.facts.place or str(getattr(config, level).path)
+    if level not in RANK:
+        return f"the stage {level!r}"
+    return _BY_NAME[level].facts.place or str(getattr(config, level).path)
 
 
 class Cost(NamedTuple):

@@ -51,12 +51,14 @@ def take_inventory(
     persistent: PersistentConfig | None = None,
     patience_seconds: float = answers.PATIENCE_SECONDS,
     say: Callable[[str], None] = lambda text: None,
+    mirrors: Sequence[Path] = (),
 ) -> Inventory:
     """Inventory of memory and disk of this machine, and of the persistent level if it is given (it
     is enough that one rank reads that). Reads manifests only. Any failure is reported in `unseen`
     and raises nothing, because the other ranks wait for this rank's inventory.
 
-    The persistent level has `patience_seconds` to answer; `say` is called when that takes long."""
+    `mirrors`: directories on second disks of this machine (see `tierckpt.stages`). The persistent
+    level has `patience_seconds` to answer; `say` is called when that takes long."""
     found: list[Found] = []
     problems: list[Problem] = []
     unseen: list[Problem] = []
@@ -73,6 +75,9 @@ def take_inventory(
     with _noting_errors(disk, unseen):
         disk = replace(disk, where=str(store.directory.resolve()))
         keys = look_at_local(store, disk, found, problems, unseen)
+    for directory in mirrors:
+        second = Location("mirror", host, str(directory))
+        keys = [*keys, *look_at_local(LocalStore(directory), second, found, problems, unseen)]
     with _noting_errors(disk, unseen):
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()

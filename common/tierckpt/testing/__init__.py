@@ -1,4 +1,4 @@
-"""For tests: ranks as threads, suites for a Group, a store, a codec, and a tiny training job.
+"""For tests: ranks as threads, suites for a Group, store, codec, stage, and a tiny training job.
 
 The suites are plain classes; subclass one, define how to make the object under test, and pytest
 finds the rest::
@@ -21,7 +21,7 @@ from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
     from .conformance import BLOCKS, PLACE, BackendConformance, CodecConformance, HidingConformance
-    from .conformance import StoreConformance, noise, put
+    from .conformance import StageConformance, StoreConformance, noise, put
     from .fault_injection import commit_one, content_of, injected, is_sound, key_of, manifest_of
     from .groups import GroupAbortedError, GroupConformance, Program, ThreadGroup, run_ranks
     from .network import HUB_ADDRESS, Network, NoNetworkError, burst_bytes, free_ports
@@ -36,6 +36,7 @@ __all__ = [
     "GroupAbortedError",
     "GroupConformance",
     "HidingConformance",
+    "StageConformance",
     "StoreConformance",
     "ThreadGroup",
     "TinyJob",

@@ -1,7 +1,8 @@
-"""Suites for every store of shards, backend of the persistent level, and codec.
+"""Suites for every store of shards, backend of the persistent level, codec, and stage.
 
 The model of a store is `tierckpt.storage.local.LocalStore`. A backend is a
-`tierckpt.storage.persistent.backend.Backend`, a codec a `tierckpt.codecs.codec.Codec`.
+`tierckpt.storage.persistent.backend.Backend`, a codec a `tierckpt.codecs.codec.Codec`, a stage a
+`tierckpt.stages.Stage`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ import pytest
 from msgspec.structs import replace
 
 from tierckpt._children import child_command, child_environment
+from tierckpt.agent.pipeline import open_shard
 from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey
+from tierckpt.stages import LocalVersion, Stage, StageCancelledError
+from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent.backend import WINDOW_BYTES, Backend, Content
 
 from . import fault_injection
@@ -581,3 +585,97 @@ class HidingConformance(CodecConformance):
             changed[at] ^= 1
             with pytest.raises(CorruptShardError):
                 codec.decode(bytes(changed), PLACE)
+
+
+class StageConformance:
+    """Subclass it and define `make_stage`."""
+
+    def make_stage(self, directory: Path) -> Stage:
+        """The stage under test; it may use `directory`."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def versions(self, tmp_path: Path) -> list[LocalVersion]:
+        """Three versions of a job, on a local level."""
+        from .tiny_job import TinyJob
+
+        settings: dict[str, Any] = {"agent": "inline", "local_keep_last": 3}
+        with TinyJob(tmp_path / "job", shm_dir=str(tmp_path), **settings) as job:
+            job.run(3)
+        return self._versions(tmp_path / "job")
+
+    def _versions(self, directory: Path) -> list[LocalVersion]:
+        store = LocalStore(directory)
+
+        @contextlib.contextmanager
+        def opened(key: ShardKey) -> Iterator[tuple[memoryview, bytes]]:
+            self.opened += 1
+            with open_shard(store, key) as (image, manifest):
+                self.open_now += 1
+                yield image, manifest
+                self.open_now -= 1
+
+        self.opened = self.open_now = 0
+        keys = store.keys()
+        ids = sorted({key.id for key in keys})
+        assert len(ids) == 3
+        return [
+            LocalVersion(directory, tuple(key for key in keys if key.id == id_), opened)
+            for id_ in ids
+        ]
+
+    @pytest.fixture
+    def stage(self, tmp_path: Path) -> Stage:
+        """A new stage."""
+        return self.make_stage(tmp_path / "stage")
+
+    def test_it_takes_in_one_version_after_the_other(
+        self, stage: Stage, versions: list[LocalVersion]
+    ) -> None:
+        """The shards stay as they are, and none stays open."""
+        before = _contents(versions[0].directory)
+        for version in versions:
+            stage.accept(version)
+        assert _contents(versions[0].directory) == before
+        assert self.open_now == 0
+
+    def test_a_version_may_come_twice_and_others_never(
+        self, stage: Stage, versions: list[LocalVersion], tmp_path: Path
+    ) -> None:
+        """As after an agent that was killed, of which the stage knows nothing."""
+        stage.accept(versions[0])
+        again = self.make_stage(tmp_path / "stage")
+        again.accept(versions[0])
+        again.accept(versions[2])
+
+    def test_it_does_not_hide_that_a_shard_is_damaged(
+        self, stage: Stage, versions: list[LocalVersion]
+    ) -> None:
+        """A stage that reads a damaged shard has not done its work; it takes in the next one."""
+        (key,) = versions[1].shards
+        file = versions[1].directory / f"{key.stem}.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        looked = self.opened
+        with contextlib.suppress(CorruptShardError):
+            stage.accept(versions[1])
+            assert self.opened == looked, "it read the shard, and says that all is well"
+        stage.accept(versions[2])
+
+    def test_it_ends_when_it_is_told_to(self, stage: Stage, versions: list[LocalVersion]) -> None:
+        """And the version after that is taken in as usual, by the next agent."""
+
+        def end(nbytes: int) -> None:
+            raise StageCancelledError("the agent ends")
+
+        version = versions[0]
+        told = LocalVersion(version.directory, version.shards, version.open, end)
+        with contextlib.suppress(StageCancelledError):
+            stage.accept(told)
+            assert told.stored_bytes == 0, "a stage that counts its bytes lets the error out"
+        stage.accept(versions[1])
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}

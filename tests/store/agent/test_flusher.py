@@ -99,7 +99,7 @@ class Node:
         self.flusher = Flusher(made, self.held, self.idle.release, clock)
 
     def start(self, wanted: FlushOrder) -> None:
-        self.flusher.order(wanted, self.answers.append)
+        self.flusher.accept(wanted, self.answers.append)
 
     def flush(self, wanted: FlushOrder) -> Any:
         """Order a flush, and wait for its result."""

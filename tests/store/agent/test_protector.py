@@ -69,7 +69,7 @@ class Orders:
 
     def order(self, version: int) -> Any:
         self.idle.clear()
-        self.made.order(str(self.folder), VersionId(1, version), 9, None, self.said.put)
+        self.made.protect(str(self.folder), VersionId(1, version), 9, None, self.said.put)
         return self.said.get(timeout=PATIENCE_SECONDS)
 
     def check_idle(self, *shards: int) -> None:
@@ -96,7 +96,7 @@ def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
 ) -> None:
     orders = Orders(tmp_path, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(protector, "_protect_all", lambda order: {}[order.version])
+        patch.setattr(protector, "_protect_all", lambda order: {}[order.id])
         said = orders.order(1)
         assert (type(said), said.id.version) == (ProtectFailed, 1)
         assert "KeyError" in said.error
@@ -120,9 +120,9 @@ def test_an_order_is_carried_out_by_the_agents_that_knew_each_other_then(
         return carry_out(order)
 
     monkeypatch.setattr(protector, "_protect_all", held_up)
-    orders.made.order(str(tmp_path), VersionId(1, 1), 9, None, orders.said.put)
+    orders.made.protect(str(tmp_path), VersionId(1, 1), 9, None, orders.said.put)
     assert started.wait(PATIENCE_SECONDS)
-    orders.made.order(str(tmp_path), VersionId(1, 2), 9, None, orders.said.put)
+    orders.made.protect(str(tmp_path), VersionId(1, 2), 9, None, orders.said.put)
     orders.made.open(ListenSettings("another", "lo", 0, "localhost"))
     orders.made.introduce([party(4)])
     resume.set()
@@ -204,11 +204,11 @@ def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) 
     idle, said = threading.Event(), queue.Queue[Any]()
     flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), ShardGuard(), idle.set)
     order = FlushOrder(str(tmp_path / "local"), (0,), facts_of(VersionId(1, 1)), 4096, "here")
-    with no_thread("tierckpt-flusher"), pytest.raises(RuntimeError, match="new thread"):
-        flusher.order(order, said.put)
+    with no_thread("tierckpt-persistent"), pytest.raises(RuntimeError, match="new thread"):
+        flusher.accept(order, said.put)
     assert not flusher.busy()
     assert order.keys[0] not in flusher.held
-    flusher.order(order, said.put)
+    flusher.accept(order, said.put)
     assert type(said.get(timeout=PATIENCE_SECONDS)) is FlushFailed, "there is no such shard"
     assert idle.wait(PATIENCE_SECONDS)
     assert not flusher.busy()
@@ -235,7 +235,7 @@ def two_nodes(folder: Path, versions: Iterable[int]) -> list[Orders]:
 
 
 def begin(node: Orders, version: int) -> None:
-    node.made.order(str(node.folder), VersionId(1, version), SHARDS, None, node.said.put)
+    node.made.protect(str(node.folder), VersionId(1, version), SHARDS, None, node.said.put)
 
 
 def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> None:

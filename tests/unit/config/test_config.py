@@ -36,6 +36,7 @@ CHOICES = {
     "halt_notices": "gcp http://127.0.0.1:1",
     "best": "highest",
     "export": "tensorboard runs",
+    "stages": "mirror /disk2",
     "overhead_budget": 0.25,
     "peer_redundancy": "xor",
     "local_codecs": "zstd",
