@@ -6,7 +6,7 @@
 - `handshake`: both sides prove that they know a secret; a listener that admits only those.
 
 What a connection says is its users': agents (`peer`), node leaders (`coordination.leader_tree`),
-the copies of a journal (`journal.copies`), and shims (`run.meeting`).
+and the copies of a journal (`journal.copies`).
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from tierckpt import lazy_exports
 if TYPE_CHECKING:
     from .addresses import Address, address_of, own_host, own_network
     from .handshake import PROTOCOL, Admission, Caller, Listener, admit, greet
-    from .limits import HELLO_SECONDS, MAX_UNVERIFIED
-    from .link import Heads, Link, pack, reach
+    from .limits import HELLO_SECONDS
+    from .link import Link, reach
 
 __getattr__ = lazy_exports(__name__)

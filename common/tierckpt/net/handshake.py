@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tierckpt.errors import PeerError, RefusedError
 
@@ -60,20 +60,17 @@ class Admission:
         """The first message."""
         return {"tierckpt": self._purpose, "protocol": PROTOCOL, "nonce": self._nonce}
 
-    def judge(
-        self, answer: Head, known: Sequence[bytes], stranger: str = STRANGER
-    ) -> tuple[Caller, Head]:
-        """The caller, and the last message. Raises RefusedError with the reason, which is
-        `stranger` for one that knows no secret of `known`."""
+    def judge(self, answer: Head, known: Sequence[bytes]) -> tuple[Caller, Head]:
+        """The caller, and the last message. Raises RefusedError with the reason."""
         if answer.get("protocol") != PROTOCOL:
             raise RefusedError(f"this side speaks protocol {PROTOCOL}; {SAME}")
-        theirs, hello = str(answer.get("nonce")), answer.get("hello")
-        nonces = self._nonce, theirs
+        hello: Any = answer.get("hello")
+        nonces = self._nonce, str(answer.get("nonce"))
         for secret in known if isinstance(hello, dict) else ():
             if _same(answer.get("proof"), _proof(secret, "caller", self._purpose, *nonces, hello)):
                 proof = _proof(secret, "listener", self._purpose, *nonces, hello)
                 return Caller(secret, hello), {"proof": proof}
-        raise RefusedError(stranger)
+        raise RefusedError(STRANGER)
 
 
 def admit(link: Link, purpose: str, *known: bytes) -> Caller:

@@ -3,8 +3,6 @@
 A frame is the length of a JSON object (4 bytes, big endian), the object, and as many raw bytes as
 its member `nbytes` says; none without that member. Raw bytes go from and to the caller's own
 memory: this module holds only the head of a frame.
-
-A `Link` blocks, with a limit on each wait; a process without threads reads with `Heads`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from tierckpt.errors import PeerError
 from .addresses import Address
 from .limits import HELLO_SECONDS, LOOK_SECONDS, MAX_HEAD_BYTES, MAX_RECORD_BYTES, PEERS, tend
 
-__all__ = ["Head", "Heads", "Link", "no_excuse", "pack", "reach"]
+__all__ = ["Head", "Link", "no_excuse", "reach"]
 
 
 Head = dict[str, Any]
@@ -82,7 +80,7 @@ class Link:
 
     def send(self, head: Head, payload: memoryview | bytes = b"") -> None:
         """Send a frame. Blocks while the peer does not read, so nothing is queued in memory."""
-        parts = [memoryview(pack(head, len(payload))), memoryview(payload)]
+        parts = [memoryview(_pack(head, len(payload))), memoryview(payload)]
         with self._named():
             while parts:
                 try:
@@ -98,7 +96,7 @@ class Link:
     def send_now(self, head: Head) -> None:
         """Send a frame only if possible at once, as a last message before `close`."""
         with contextlib.suppress(OSError):
-            self._socket.send(pack(head))
+            self._socket.send(_pack(head))
 
     # --- receiving -----------------------------------------------------------------------------
 
@@ -211,7 +209,7 @@ class Link:
             raise PeerError(f"{self.peer}: the connection broke: {error}") from error
 
 
-def pack(head: Head, nbytes: int = 0) -> bytes:
+def _pack(head: Head, nbytes: int = 0) -> bytes:
     """A frame, up to its raw bytes."""
     whole = {**head, "nbytes": nbytes} if nbytes else head
     text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
@@ -235,25 +233,6 @@ def _parsed(text: bytes | bytearray) -> Head:
     if type(head) is not dict or type(head.get("nbytes", 0)) is not int:
         raise ValueError("it is not an object with a length")
     return head
-
-
-class Heads:
-    """The frames in a stream of bytes that come at any time. They have no raw bytes."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> list[Head]:
-        """The frames that these bytes complete. Raises ValueError for invalid ones."""
-        self._bytes += data
-        found: list[Head] = []
-        while len(self._bytes) >= 4:
-            end = 4 + _length_of(self._bytes[:4])
-            if len(self._bytes) < end:
-                break
-            found.append(_parsed(self._bytes[4:end]))
-            del self._bytes[:end]
-        return found
 
 
 def reach(address: Address, seconds: float) -> Link:
