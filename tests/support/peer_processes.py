@@ -25,7 +25,8 @@ from typing import Any, ClassVar, TextIO
 from tests.support.peer_shards import QUICK, SECRET, Members
 from tierckpt import _faults
 from tierckpt.erasure import Code, find_isal
-from tierckpt.peer import Address, Limits, Transport
+from tierckpt.net import Address
+from tierckpt.peer import Limits, Transport
 
 VICTIM = 1
 ASK_SECONDS = 4.0

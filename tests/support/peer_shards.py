@@ -24,17 +24,8 @@ from tierckpt.format import (
     digest,
     encode_table,
 )
-from tierckpt.peer import (
-    Address,
-    Exchange,
-    Limits,
-    Party,
-    Report,
-    Shard,
-    Transport,
-    check_parity,
-    rebuild,
-)
+from tierckpt.net import Address
+from tierckpt.peer import Exchange, Limits, Party, Report, Shard, Transport, check_parity, rebuild
 from tierckpt.storage import LocalStore
 
 SECRET = b"one run"

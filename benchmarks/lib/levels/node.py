@@ -30,9 +30,9 @@ from tierckpt.agent.processor import lower_priority
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.net import Address
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.transport import Transport
-from tierckpt.peer.wire import Address
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore, ShardSource

@@ -23,10 +23,10 @@ from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.errors import LEFT_OUT, ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.net.addresses import Address, own_host
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.remote_reads import ReadServer
 from tierckpt.peer.transport import Transport
-from tierckpt.peer.wire import Address, own_host
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import queue
 import secrets
 import selectors
 import socket
@@ -32,7 +33,12 @@ from typing import Any
 from msgspec import Struct
 
 from tierckpt._text import error_text
+from tierckpt.errors import PeerError, TierckptError
 from tierckpt.group import Group, Node, Pending, SingleGroup
+from tierckpt.net.addresses import Address, own_host, own_network
+from tierckpt.net.handshake import Caller, Listener, greet
+from tierckpt.net.limits import LEADERS, tend
+from tierckpt.net.link import Link, reach
 
 from .ballots import (
     FIRST_PAUSE_SECONDS,
@@ -55,16 +61,14 @@ from .ballots import (
 __all__ = ["LeaderTree", "leader_tree"]
 
 
+PURPOSE = "leader"
+"""Kind of listener that a node's leader is (see `net.handshake`)."""
 FAN_OUT = 8
 """Children of a node. More would make a lower tree, and more messages for one thread."""
 MEETING_SECONDS = 30.0
 """Longest time to connect to the parent and to accept the children."""
 SEND_SECONDS = 30.0
 """Longest time for a message of a few hundred bytes; then the neighbour counts as gone."""
-KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 20}
-"""Seconds without a message until the kernel sends a probe, between probes, and probes that may
-fail. A firewall forgets connections that are silent for some minutes, as in an evaluation; a
-machine that stands still for some minutes is not gone."""
 LAST_SECONDS = 1.0
 """Longest time that a leader which closes waits for results of turns that it has voted in."""
 LOOK_AGAIN_SECONDS = 1.0
@@ -245,10 +249,7 @@ class _Link:
     def __init__(self, end: socket.socket, frame: struct.Struct, rank: int) -> None:
         """Own `end`. `rank`: the neighbour."""
         end.settimeout(SEND_SECONDS)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            end.setsockopt(socket.IPPROTO_TCP, option, value)
+        tend(end, LEADERS)
         self.end, self.rank = end, rank
         self._frame, self._received = frame, bytearray()
         _links.add(self)
@@ -498,8 +499,6 @@ def _offer(
     unless_whole: contextlib.ExitStack,
 ) -> tuple[mmap.mmap | None, tuple[int, int], _Meeting]:
     """Return the page and the pipe that the leader makes, and this rank's part of the meeting."""
-    from tierckpt.peer.wire import own_network
-
     page, where, ends, pipe, token = None, "", (-1, -1), "", secrets.token_bytes(TOKEN_BYTES)
     if is_leader:
         nbytes = _page_bytes(node, width)
@@ -520,22 +519,18 @@ def _page_bytes(node: Node, width: int) -> int:
 
 def _listen(
     gathered: Sequence[_Meeting], rank: int, interface: str
-) -> tuple[socket.socket | None, tuple[str, int] | None]:
-    """Return a listening socket that other nodes reach, and its address; None if there is none."""
-    from tierckpt.errors import TierckptError
-    from tierckpt.peer.wire import Address, own_host
-
+) -> tuple[_Callers | None, Address | None]:
+    """Return a listener that other nodes reach, and its address; None if there is none."""
     own = gathered[rank]
     towards = next((m.machine for m in gathered if m.machine != own.machine), "localhost")
     try:
-        host = own_host(interface, towards)
-        if Address(host, 0).is_loopback and any(m.network != own.network for m in gathered):
+        where = Address(own_host(interface, towards), 0)
+        if where.is_loopback and any(m.network != own.network for m in gathered):
             return None, None
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=2 * FAN_OUT)
-    except (OSError, ValueError, TierckptError):
+        callers = _Callers(where, gathered[0].token)
+    except (OSError, ValueError, RuntimeError, TierckptError):
         return None, None
-    return listener, listener.getsockname()[:2]
+    return callers, callers.listener.address
 
 
 def _join(
@@ -568,43 +563,61 @@ def _join(
     return page, processes, wake_fd
 
 
+class _Callers:
+    """A leader's listener, and the callers that know the job's secret."""
+
+    def __init__(self, where: Address, secret: bytes) -> None:
+        """Raises OSError, and RuntimeError without a thread."""
+        self._met: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
+        self.listener = Listener(where, PURPOSE, lambda: [secret], self._meet)
+
+    def _meet(self, link: Link, caller: Caller) -> bool:
+        self._met.put((link, caller.hello.get("node")))
+        return True
+
+    def next(self, deadline: float) -> tuple[Link, Any]:
+        """Return a connection, and the number of its node. Raises PeerError."""
+        try:
+            return self._met.get(timeout=max(0.01, deadline - time.monotonic()))
+        except queue.Empty as error:
+            raise PeerError("a node below did not connect in time") from error
+
+    def close(self) -> None:
+        """Listen no more, and close the connections not taken."""
+        self.listener.close()
+        while not self._met.empty():
+            self._met.get()[0].close()
+
+
 def _connect(
-    listener: socket.socket,
-    places: dict[int, tuple[str, int]],
+    callers: _Callers,
+    places: dict[int, Address],
     firsts: dict[int, int],
     index: int,
     secret: bytes,
     frame: struct.Struct,
 ) -> tuple[_Link | None, list[_Link]] | None:
-    """Return the links to the parent and to the children; None if one cannot be made.
-
-    A connection starts with the job's secret and the child's number, so no other process gets in.
-    """
+    """Return the links to the parent and to the children; None if one cannot be made."""
     expected = {c for c in range(FAN_OUT * index + 1, FAN_OUT * (index + 1) + 1) if c in places}
-    hello = struct.Struct(f"<{len(secret)}sq")
     deadline = time.monotonic() + MEETING_SECONDS
     with contextlib.ExitStack() as on_failure:
         parent, children = None, []
         try:
             if index:
                 above = (index - 1) // FAN_OUT
-                end = socket.create_connection(places[above], MEETING_SECONDS)
-                on_failure.callback(end.close)
-                end.sendall(hello.pack(secret, index))
-                parent = _Link(end, frame, firsts[above])
+                link = reach(places[above], MEETING_SECONDS)
+                on_failure.callback(link.close)
+                greet(link, PURPOSE, secret, {"node": index}, MEETING_SECONDS)
+                parent = _Link(link.released(), frame, firsts[above])
             while expected:
-                listener.settimeout(max(0.01, deadline - time.monotonic()))
-                end, _ = listener.accept()
-                end.settimeout(max(0.01, deadline - time.monotonic()))
-                said = end.recv(hello.size, socket.MSG_WAITALL)
-                known, child = hello.unpack(said) if len(said) == hello.size else (b"", 0)
-                if not secrets.compare_digest(known, secret) or child not in expected:
-                    end.close()
+                link, child = callers.next(deadline)
+                if child not in expected:
+                    link.close()
                     continue
-                on_failure.callback(end.close)
+                on_failure.callback(link.close)
                 expected.remove(child)
-                children.append(_Link(end, frame, firsts[child]))
-        except OSError:
+                children.append(_Link(link.released(), frame, firsts[child]))
+        except (OSError, PeerError):
             return None
         on_failure.pop_all()
     return parent, children

@@ -40,8 +40,8 @@ from .settings_check import JobTopology
 
 if TYPE_CHECKING:
     from tierckpt.erasure.groups import RedundancyGroup
+    from tierckpt.net.addresses import Address
     from tierckpt.peer.remote_reads import RemoteNode
-    from tierckpt.peer.wire import Address
 
     from .error_barrier import ErrorBarrier
 
@@ -140,7 +140,7 @@ class PeerSetup:
         self._lost: dict[VersionId, frozenset[int]] = {}
         if groups:  # now: without a restore the agents meet in the first step
             import tierckpt.erasure.parity_manifest
-            import tierckpt.peer.wire  # noqa: F401
+            import tierckpt.net.addresses  # noqa: F401
 
     @property
     def slow_coding(self) -> str:
@@ -168,7 +168,7 @@ class PeerSetup:
         """
         if not self.groups:
             return
-        from tierckpt.peer.wire import own_network
+        from tierckpt.net.addresses import own_network
 
         own, problem = None, ""
         where = self._where(secret)
@@ -238,7 +238,7 @@ class PeerSetup:
 
     def _listen(self, where: ListenSettings) -> tuple[Address | None, str]:
         """Return where this node's agent listens, or the reason why it does not."""
-        from tierckpt.peer.wire import Address
+        from tierckpt.net.addresses import Address
 
         try:
             answer = self._agent.listen(where, MEET_SECONDS)
@@ -376,8 +376,8 @@ def _ask_all(
 def _remote(
     known: AgentAddress, down: threading.Event | None = None, in_memory: bool = False
 ) -> RemoteNode:
+    from tierckpt.net.addresses import Address
     from tierckpt.peer.remote_reads import RemoteNode
-    from tierckpt.peer.wire import Address
 
     address = Address(known.address, known.port)
     return RemoteNode(known.where, address, known.secret.encode(), down, in_memory)

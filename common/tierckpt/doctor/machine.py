@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from tierckpt._text import is_url
 from tierckpt.errors import ConfigError
-from tierckpt.peer.wire import address_of, own_host
+from tierckpt.net.addresses import address_of, own_host
 from tierckpt.storage import health, slots
 from tierckpt.storage import slots as image_file
 from tierckpt.storage.durable import LAYERS, MEMORY_KINDS, SHARED_KINDS, Mount, mount_of

@@ -7,9 +7,7 @@ other at the peer level make a ring: the next one is the keeper. A copy that can
 until the next version on local, and nothing else does.
 
 The small state is a message a record: a last frame, as it will be in the file. One connection,
-with the frames and the handshake of the agents (`peer.wire`); the sender makes it at the first
-record after a version. Callers are admitted side by side, each on a thread of its own: another
-program that connects and says nothing must not keep the ward waiting.
+which the sender makes at the first record after a version.
 
 Partner copies on another node are those of SCR (Moody et al., 2010); here only what cannot be
 computed on the other node travels there.
@@ -17,11 +15,9 @@ computed on the other node travels there.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,16 +38,10 @@ from tierckpt.format.manifest import digest
 from tierckpt.journal.segments import SegmentName
 from tierckpt.journal.steps import GradientImages, Image, Tree
 from tierckpt.journal.writer import MAX_WAITING, Draft, FrameBytes, JournalWriter, last_frame
-from tierckpt.peer.wire import (
-    HELLO_SECONDS,
-    MAX_TEXT,
-    Address,
-    Link,
-    admit,
-    greet,
-    own_host,
-    reach,
-)
+from tierckpt.net.addresses import Address, own_host
+from tierckpt.net.handshake import Caller, Listener, greet
+from tierckpt.net.limits import MAX_TEXT
+from tierckpt.net.link import Link, reach
 
 __all__ = [
     "JournalCopies",
@@ -63,28 +53,22 @@ __all__ = [
 ]
 
 
-LOOK_SECONDS = 0.2
-MAX_UNVERIFIED = 32
-"""Limit of callers that have not proved yet that they know the secret; more are turned away."""
+PURPOSE = "journal"
+"""Kind of listener that a keeper is (see `net.handshake`)."""
 
 
 class WardListener:
-    """Owns a port, and a thread that accepts callers. Any thread may call any method."""
+    """Owns a listener, and the ward's newest connection. Any thread may call any method."""
 
     def __init__(self, host: str, ward: int, secret: Callable[[], bytes]) -> None:
         """Listen at `host` for the rank `ward`, which knows the `secret`. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.address = Address(host, self._listener.getsockname()[1])
-        self._ward, self._secret = ward, secret
+        self._ward = ward
         self._changed = threading.Condition()
-        self._callers: dict[threading.Thread, Link] = {}
-        """Callers that are being admitted."""
         self._newest: Link | None = None
         """The ward's newest connection, if not taken yet."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="tierckpt-ward", daemon=True)
-        self._thread.start()
+        self._listener = Listener(Address(host, 0), PURPOSE, lambda: [secret()], self._met)
+        self.address = self._listener.address
 
     def take(self, deadline: float) -> Link:
         """Return the ward's newest connection, which is the caller's then; waits for one. Raises
@@ -104,68 +88,24 @@ class WardListener:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
         self._listener.close()
-        with self._changed:
-            callers = dict(self._callers)
-            for link in callers.values():
-                link.shut()
-        for thread in callers:
-            thread.join()
-        self._offer(None)
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if not self._closed:
-                    time.sleep(LOOK_SECONDS)  # out of descriptors: it may pass
-                continue
-            link = Link(sock, f"rank {self._ward}", HELLO_SECONDS)
-            thread = threading.Thread(target=self._meet, args=(link,), daemon=True)
-            with self._changed:
-                admitted = len(self._callers) < MAX_UNVERIFIED
-                if admitted:
-                    self._callers[thread] = link
-            try:
-                if admitted:
-                    thread.start()
-            except RuntimeError:  # out of threads: it may pass
-                admitted = False
-                self._forget(thread)
-            if not admitted:
-                link.close()
-
-    def _meet(self, link: Link) -> None:
-        """The thread of a caller."""
-        known = False
-        with contextlib.suppress(PeerError):
-            admit(link, self._secret())
-            hello = link.receive(HELLO_SECONDS)
-            known = (hello.get("op"), hello.get("rank")) == ("journal", self._ward)
-        self._forget(threading.current_thread())
-        if known:
-            self._offer(link)
-        else:
+        if (link := self._newest) is not None:
+            self._newest = None
             link.close()
 
-    def _forget(self, thread: threading.Thread) -> None:
+    def _met(self, link: Link, caller: Caller) -> bool:
+        """Put the ward's connection in the place of one not taken. The thread of the connection."""
+        if caller.hello.get("rank") != self._ward:
+            return False
+        link.peer = f"rank {self._ward}"
         with self._changed:
-            self._callers.pop(thread, None)
-
-    def _offer(self, link: Link | None) -> None:
-        """Put this connection in the place of one not taken."""
-        with self._changed:
-            if self._closed and link is not None:
-                link.close()
-                return
-            link, self._newest = self._newest, link
+            if self._closed:
+                return False
+            former, self._newest = self._newest, link
             self._changed.notify_all()
-        if link is not None:
-            link.close()
+        if former is not None:
+            former.close()
+        return True
 
 
 PATIENCE_SECONDS = 30.0
@@ -266,9 +206,8 @@ class SmallStateSender:
         self._hang_up()
         link = reach(keeper.address, PATIENCE_SECONDS)
         self._link = link
-        greet(link, keeper.secret, PATIENCE_SECONDS)
+        greet(link, PURPOSE, keeper.secret, {"rank": self._rank}, PATIENCE_SECONDS)
         link.seconds = PATIENCE_SECONDS
-        link.send({"op": "journal", "rank": self._rank})
 
     def _hang_up(self) -> None:
         if self._link is not None:

@@ -1,9 +1,8 @@
 """Peer: how agents of different nodes make and keep parity for each other.
 
 `erasure` plans which bytes belong together and which member sends which segment; this package
-executes the plans. Each module builds on the ones before it:
+executes the plans, over connections of `net`. Each module builds on the ones before it:
 
-- `wire`: frames on one connection between two agents that know the same secret; their addresses;
 - `remote_reads`: reading shards and parity through another node's agent;
 - `transport`: the connections of one agent;
 - `parity_file`: the parity file on disk;
@@ -12,7 +11,7 @@ executes the plans. Each module builds on the ones before it:
 - `exchange`: one version of one group: meet, process the windows, commit; the cause when one member
   waits for another for too long.
 
-    transport = Transport(secret, own_host)                       # one for an agent and run
+    transport = Transport(secret, host)                           # one for an agent and run
     Exchange(transport, party, shard, store).run()                # one for a version and rank
     rebuild(record, shards, parities, into)                       # at a restart
 
@@ -29,6 +28,5 @@ if TYPE_CHECKING:
     from .remote_reads import RemoteNode
     from .transport import Limits, Transport
     from .windows import AHEAD, rebuild, window_bytes_of
-    from .wire import HELLO_SECONDS, Address, Link, own_host, reach
 
 __getattr__ = lazy_exports(__name__)

@@ -62,12 +62,14 @@ from tierckpt.errors import (
 )
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest, digest
+from tierckpt.net.addresses import Address
+from tierckpt.net.limits import MAX_TEXT
+from tierckpt.net.link import Link, no_excuse
 from tierckpt.storage.local import LocalStore
 
 from .parity_file import ParityDraft
 from .transport import Host, Transport
 from .windows import Inbox, WindowLoop
-from .wire import MAX_TEXT, Address, Link, no_excuse
 
 __all__ = ["SHOWN_NAMES", "Blame", "Party"]
 

@@ -28,14 +28,17 @@ from tierckpt.errors import PeerError
 from tierckpt.format.ids import Key, ParityKey, ShardKey, VersionName
 from tierckpt.format.manifest import digest
 from tierckpt.format.records import VersionFacts
+from tierckpt.net.addresses import Address
+from tierckpt.net.handshake import greet
+from tierckpt.net.link import Link, reach
 from tierckpt.storage.file_lock import lock_shared_again
 from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.slots import read_image, sealed_at
 
-from .wire import Address, Link, greet, reach
-
+PURPOSE = "peer"
+"""Kind of listener that an agent is (see `net.handshake`)."""
 MAX_BYTES = 4 << 20
 """Limit of one read, held in memory."""
 
@@ -312,7 +315,7 @@ class RemoteNode:
                     raise ConnectionError(f"{self.name} did not answer before")
                 if self._link is None:
                     self._link = reach(self._address, REACH_SECONDS)
-                    greet(self._link, self._secret, REACH_SECONDS)
+                    greet(self._link, PURPOSE, self._secret, {}, REACH_SECONDS)
                     self._link.seconds = STALL_SECONDS
                 yield self._link
             except BaseException as error:

@@ -20,11 +20,9 @@ the job. A connection carries these requests, one after the other:
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -32,12 +30,13 @@ from msgspec import Struct
 from tierckpt._text import error_text
 from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
 from tierckpt.format.ids import VersionId
+from tierckpt.net.addresses import Address
+from tierckpt.net.handshake import Caller, Listener, greet
+from tierckpt.net.limits import HELLO_SECONDS, MAX_TEXT
+from tierckpt.net.link import Link, reach
 
-from .remote_reads import ReadServer
-from .wire import HELLO_SECONDS, MAX_TEXT, Address, Link, admit, greet, reach
+from .remote_reads import PURPOSE, ReadServer
 
-MAX_UNVERIFIED = 64
-"""Limit of connections that have not yet proved that they know the secret; more are closed."""
 LOOK_SECONDS = 0.2
 """Interval of checks while a member waits for an exchange to start."""
 
@@ -97,7 +96,7 @@ class Transport:
         Raises ConfigError when it cannot listen there.
         """
         self.limits = limits or Limits()
-        self._secret, self._former, self._notice = secret, former, notice
+        self._secret, self._notice = secret, notice
         self._changed = threading.Condition()
         self._closing = False
         self._hosts: dict[tuple[str, int], Host] = {}
@@ -108,23 +107,22 @@ class Transport:
         """The node's shards and parities, for peers."""
         self._kept: dict[Address, list[Link]] = {}
         self._doubted: set[Address] = set()
-        self._links: dict[Link, None] = {}  # in the order in which they were opened
-        self._threads: dict[threading.Thread, None] = {}
-        self._unverified = threading.BoundedSemaphore(MAX_UNVERIFIED)
+        self._links: dict[Link, None] = {}  # to peers, in the order in which they were opened
+        where = Address(host, port)
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
+            self._listener = Listener(
+                where,
+                PURPOSE,
+                lambda: (secret, *former),
+                self._receive,
+                lambda error: self._notice(f"a connection was refused: {error}"),
+            )
+        except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"the agent cannot listen at {Address(host, port)}: {error}; set another interface "
-                "or port (0: any)"
+                f"the agent cannot listen at {where}: {error}; set another interface or port "
+                "(0: any)"
             ) from error
-        self.address = Address(host, self._listener.getsockname()[1])
-        try:
-            self._start(self._accept)
-        except RuntimeError as error:
-            self._listener.close()
-            raise ConfigError(f"the agent cannot listen at {self.address}: {error}") from error
+        self.address = self._listener.address
 
     def close(self) -> None:
         """Cancel the exchanges under way, end all connections, and join all threads."""
@@ -134,13 +132,9 @@ class Transport:
             self._changed.notify_all()
         for host in hosts:
             host.cancel("the agent is closing")
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         with self._changed:  # no link is closed in here, so no descriptor can be reused
             for link in self._links:
                 link.shut()
-        while thread := self._any_thread():
-            thread.join()
         self._listener.close()
         for link in [link for kept in self._kept.values() for link in kept]:
             link.close()
@@ -172,7 +166,7 @@ class Transport:
                 link.close()
         link = self._hold(reach(address, seconds))
         try:
-            greet(link, self._secret, min(seconds, HELLO_SECONDS))
+            greet(link, PURPOSE, self._secret, {}, min(seconds, HELLO_SECONDS))
         except BaseException:
             self.drop(link)
             raise
@@ -254,41 +248,14 @@ class Transport:
 
     # --- from a peer ---------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, (host, port, *_) = self._listener.accept()
-            except OSError:
-                if self._closing:
-                    return
-                time.sleep(LOOK_SECONDS)  # out of descriptors: it may pass
-                continue
-            if not self._unverified.acquire(blocking=False):
-                sock.close()
-                continue
-            link = self._hold(Link(sock, str(Address(host, port)), HELLO_SECONDS))
-            try:
-                self._start(partial(self._receive, link))
-            except RuntimeError:  # out of threads: it may pass, and the caller tries again
-                self._unverified.release()
-                self.drop(link)
-
-    def _receive(self, link: Link) -> None:
-        """The thread of an incoming connection."""
-        try:
-            try:
-                met = admit(link, self._secret, *self._former) == self._secret
-            except PeerError as error:
-                self._notice(f"a connection was refused: {error}")
-                return
-            finally:
-                self._unverified.release()
-            link.seconds = self.limits.stall_seconds
-            with contextlib.suppress(PeerError):  # the exchange concerned has already reported it
-                while True:
-                    self._serve(link, link.receive(None), met)
-        finally:
-            self.drop(link)
+    def _receive(self, link: Link, caller: Caller) -> bool:
+        """The thread of an admitted connection."""
+        link.seconds = self.limits.stall_seconds
+        met = caller.secret == self._secret
+        with contextlib.suppress(PeerError):  # the exchange concerned has already reported it
+            while True:
+                self._serve(link, link.receive(None), met)
+        return False
 
     def _serve(self, link: Link, head: dict[str, Any], met: bool) -> None:
         """Answer one request. `met`: the caller is an agent of this run."""
@@ -350,33 +317,12 @@ class Transport:
                 self._changed.wait(LOOK_SECONDS)
             return self._hosts[tag, member]
 
-    # --- links and threads ---------------------------------------------------------------------
-
     def _hold(self, link: Link) -> Link:
         with self._changed:
             self._links[link] = None
             if self._closing:
                 link.shut()
         return link
-
-    def _start(self, work: Callable[[], None]) -> None:
-        """Run `work` in its own thread. Raises RuntimeError when no thread can be started."""
-
-        def run() -> None:
-            try:
-                work()
-            finally:
-                with self._changed:
-                    self._threads.pop(thread, None)
-
-        thread = threading.Thread(target=run, name="tierckpt-peer", daemon=True)
-        with self._changed:
-            thread.start()  # first: `close` would wait for ever for one that never ran
-            self._threads[thread] = None
-
-    def _any_thread(self) -> threading.Thread | None:
-        with self._changed:
-            return next(iter(self._threads), None)
 
 
 def _version_of(head: dict[str, Any]) -> VersionId:

@@ -33,9 +33,10 @@ from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError, PeerError
 from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.manifest import digest, verify_shard
+from tierckpt.net.limits import MAX_TEXT
+from tierckpt.net.link import Link
 
 from .parity_file import Read
-from .wire import MAX_TEXT, Link
 
 
 class Message(Struct, frozen=True):

@@ -36,6 +36,8 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from tierckpt._milestones import ATTEMPT_VARIABLE
+from tierckpt.net.addresses import own_host
+from tierckpt.net.limits import JOB, tend
 from tierckpt.run import process
 from tierckpt.run.launcher import Options
 from tierckpt.run.preload import folder
@@ -51,7 +53,6 @@ __all__ = [
     "Meeting",
     "Message",
     "Rendezvous",
-    "address_towards",
     "connect",
     "enter",
     "hello_of",
@@ -159,20 +160,12 @@ def _serve(place: Place, slots: Slots, writing: int) -> None:
         kept.append(store)
         found["MASTER_PORT"] = str(store.port)
     if place.launcher == HOROVODRUN and _PORT in os.environ:
-        found[_ADDR] = address_towards(os.environ[_ADDR], int(os.environ[_PORT]))
+        found[_ADDR] = own_host(towards=os.environ[_ADDR])
         found[_PORT] = str(_serve_horovod(slots, kept))
     os.write(writing, json.dumps(found).encode())
     os.close(writing)
     while True:
         signal.pause()
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's address in the network of a host. Sends nothing."""
-    info = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(info[4])
-        return str(probe.getsockname()[0])
 
 
 def _serve_horovod(slots: Slots, kept: list[Any]) -> int:
@@ -213,11 +206,6 @@ def enter(attempt: int, changes: Mapping[str, str], environment: Any = os.enviro
 
 
 MAX_BYTES = 1 << 20
-KEEPALIVE = (
-    *((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 5)),
-    (socket.TCP_USER_TIMEOUT, 15_000),
-)
-"""A peer gone without a word is noticed after 15 s, as by torchrun."""
 Message = dict[str, Any]
 
 
@@ -234,11 +222,7 @@ class Connection:
                 self.peer = str(stream.getpeername()[0]).removeprefix("::ffff:")
         self.is_open = True
         stream.setblocking(False)
-        if stream.family != socket.AF_UNIX:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in KEEPALIVE:
-                stream.setsockopt(socket.IPPROTO_TCP, name, value)
+        tend(stream, JOB)
 
     def fileno(self) -> int:
         """The descriptor; -1 once closed."""
@@ -372,7 +356,7 @@ class Listener:
             return None
         port, host = self.socket.getsockname()[1], own.host
         if own.kind == KV:
-            host = address_towards(meeting.host, meeting.port)
+            host = own_host(towards=meeting.host)
         entry = json.dumps([host, port, self.secret])
         return process.fork_helper(handlers, lambda: _publish(meeting, entry))
 

@@ -16,7 +16,7 @@ from tests.support.parts import journal_of
 from tests.support.training import Attached, Place, attach, make_job, rank, train
 from tierckpt.journal import FOLDER, names_in
 from tierckpt.journal import copies as small_state_link
-from tierckpt.peer import HELLO_SECONDS
+from tierckpt.net import HELLO_SECONDS
 
 EARLIER, STEPS = 5, 9
 PATIENCE_SECONDS = 60.0

@@ -120,7 +120,7 @@ def test_an_interface_with_ipv6_alone_has_an_address(network: Network) -> None:
         subprocess.run(
             ["ip", "-n", space, "address", *change[:2], "dev", "net0", *change[2:]], check=True
         )
-    program = "from tierckpt.peer.wire import own_host; print(own_host('net0'))"
+    program = "from tierckpt.net import own_host; print(own_host('net0'))"
     found = subprocess.run(
         [*network.inside(0), sys.executable, "-c", program],
         stdout=subprocess.PIPE,

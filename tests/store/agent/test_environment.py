@@ -45,7 +45,8 @@ from tierckpt.agent import (
 from tierckpt.codecs import FILE_VARIABLE, KEY_VARIABLE, key_fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format import Manifest, ShardKey, VersionId
-from tierckpt.peer import Address, RemoteNode
+from tierckpt.net import Address
+from tierckpt.peer import RemoteNode
 from tierckpt.storage import JobDirectory, LocalStore
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob, run_ranks

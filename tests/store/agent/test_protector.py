@@ -30,7 +30,8 @@ from tierckpt.agent import (
 from tierckpt.agent.protector import Protector
 from tierckpt.errors import ConfigError
 from tierckpt.format import PAGE_BYTES, Manifest, ShardKey, VersionId
-from tierckpt.peer import Address, Exchange, RemoteNode, Transport
+from tierckpt.net import Address
+from tierckpt.peer import Exchange, RemoteNode, Transport
 from tierckpt.storage import LocalStore
 
 PATIENCE_SECONDS = 60.0

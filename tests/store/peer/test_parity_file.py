@@ -24,7 +24,8 @@ from tests.support.peer_shards import (
 from tierckpt.erasure import Code, ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import BLOCK_BYTES, Manifest, ParityKey, ShardKey, VersionId
-from tierckpt.peer import Address, Read, RemoteNode, Transport, check_parity, rebuild, remote_reads
+from tierckpt.net import Address
+from tierckpt.peer import Read, RemoteNode, Transport, check_parity, rebuild, remote_reads
 from tierckpt.storage import LocalStore
 from tierckpt.storage.persistent import VersionName
 from tierckpt.testing import commit_one, injected, key_of

@@ -8,7 +8,7 @@ import pytest
 
 from tierckpt.agent import ListenSettings
 from tierckpt.coordination import PeerSetup, out_of_reach
-from tierckpt.peer import Address
+from tierckpt.net import Address
 
 
 @pytest.mark.parametrize("error", [TimeoutError("late"), ConnectionError(), KeyError("a bug")])

@@ -83,11 +83,15 @@ def test_version_after_version_over_the_same_connections(tmp_path: Path) -> None
     code = Code(3, 2, 1)
     with Members(tmp_path, code, [MIB, 2 * MIB, MIB + 1]) as members:
         members.protect(1)
-        first = [len(t._links) for t in members.transports]
+        first = [len(t._links) + len(t._listener._links) for t in members.transports]
         for version in (2, 3):
             members.protect(version)
             assert list(members.parities(version).values()) == expected(members, version)
-        assert [len(t._links) for t in members.transports] == first == [4, 4, 4]
+        assert (
+            [len(t._links) + len(t._listener._links) for t in members.transports]
+            == first
+            == [4, 4, 4]
+        )
 
 
 def test_exchanges_of_several_versions_at_once_are_not_confused(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ from tierckpt.errors import (
     PeerError,
     RefusedError,
 )
-from tierckpt.peer import Address, Link, Transport, own_host, wire
+from tierckpt.net import PROTOCOL, Address, Link, own_host
+from tierckpt.net.limits import LOOK_SECONDS
+from tierckpt.net.link import WAKE_BYTES
+from tierckpt.peer import Transport
 from tierckpt.testing import injected
 
 CODE = Code(3, 2, 1)
@@ -411,7 +414,7 @@ def test_garbage_on_the_port_is_hung_up_on_and_does_no_harm(sent: bytes, tmp_pat
 def test_the_number_of_unauthenticated_connections_is_limited(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tierckpt.peer.transport.MAX_UNVERIFIED", 2)
+    monkeypatch.setattr("tierckpt.net.handshake.MAX_UNVERIFIED", 2)
     with Members(tmp_path, CODE, [8192] * 3) as members:
         address = (members.addresses[0].host, members.addresses[0].port)
         with (
@@ -422,7 +425,7 @@ def test_the_number_of_unauthenticated_connections_is_limited(
             assert one.recv(4)
             assert other.recv(4)
             assert third.recv(4) == b""
-        wait_until(lambda: not members.transports[0]._links)
+        wait_until(lambda: not members.transports[0]._listener._links)
         members.protect()
 
 
@@ -435,19 +438,19 @@ def test_another_protocol_is_a_clear_error_on_both_sides(monkeypatch: pytest.Mon
             def newer() -> None:
                 sock, _ = listener.accept()
                 link = Link(sock, "caller", 20)
-                link.send({"tierckpt": "peer", "protocol": 2, "nonce": "1"})
+                link.send({"tierckpt": "peer", "protocol": 3, "nonce": "1"})
                 link.close()
 
             thread = threading.Thread(target=newer)
             thread.start()
-            with pytest.raises(RefusedError, match="speaks protocol 2, this agent 1; install"):
+            with pytest.raises(RefusedError, match="speaks protocol 3, this side 2; install"):
                 ours.connect(Address("127.0.0.1", listener.getsockname()[1]))
             thread.join()
         address = (ours.address.host, ours.address.port)
         link = Link(socket.create_connection(address, 20), "listener", 20)
         link.receive(20)
-        link.send({"protocol": 2, "nonce": "1", "proof": "1"})
-        assert "speaks protocol 1" in link.receive(20)["error"]
+        link.send({"protocol": 3, "nonce": "1", "proof": "1"})
+        assert "speaks protocol 2" in link.receive(20)["error"]
         link.close()
         wait_until(lambda: bool(heard))
 
@@ -460,7 +463,7 @@ def test_a_listener_must_prove_itself_too() -> None:
         def liar() -> None:
             sock, _ = listener.accept()
             link = Link(sock, "caller", 20)
-            link.send({"tierckpt": "peer", "protocol": wire.PROTOCOL, "nonce": "1"})
+            link.send({"tierckpt": "peer", "protocol": PROTOCOL, "nonce": "1"})
             proof = link.receive(20)["proof"]
             link.send({"proof": proof})  # the best proof that it has is ours
             link.close()
@@ -506,12 +509,12 @@ def test_a_peer_that_does_not_read_slows_the_sender_and_is_named() -> None:
 def test_progress_too_small_for_a_wakeup_is_still_progress() -> None:
     """Half of a window arrives, and the other half only after the first has been noticed."""
     seen = threading.Event()
-    half, whole = bytes(wire.WAKE_BYTES // 4), bytearray(wire.WAKE_BYTES // 2)
-    with links(wire.LOOK_SECONDS * 30) as (sender, receiver):
+    half, whole = bytes(WAKE_BYTES // 4), bytearray(WAKE_BYTES // 2)
+    with links(LOOK_SECONDS * 30) as (sender, receiver):
 
         def dribble() -> None:
             sender._socket.sendall(half)
-            seen.wait(wire.LOOK_SECONDS * 60)
+            seen.wait(LOOK_SECONDS * 60)
             sender._socket.sendall(half)
 
         thread = threading.Thread(target=dribble)
@@ -526,7 +529,7 @@ def test_progress_too_small_for_a_wakeup_is_still_progress() -> None:
 def test_whole_windows_wake_the_receiver_not_every_packet() -> None:
     woken: list[int] = []
     waited = threading.Event()
-    window = bytearray(wire.WAKE_BYTES * 8)
+    window = bytearray(WAKE_BYTES * 8)
     with links(30) as (sender, receiver):
 
         def send_in_bits() -> None:

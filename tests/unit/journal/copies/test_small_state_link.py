@@ -15,7 +15,7 @@ from tierckpt.format import PAGE_BYTES, ShardKey, VersionFacts, VersionId
 from tierckpt.journal import MAX_WAITING, CopiedTree, Image, SegmentName, copies
 from tierckpt.journal.copies import Keeper, SmallStateReceiver, SmallStateSender
 from tierckpt.journal.writer import CLOSE_SECONDS, Draft, last_frame
-from tierckpt.peer import reach
+from tierckpt.net import PROTOCOL, reach
 
 SECRET = b"of this run"
 RANKS, SENDER, KEEPER = 3, 1, 2
@@ -154,7 +154,7 @@ def test_bytes_that_arrive_damaged_end_the_copy_at_once(
 def test_others_do_not_get_in(pair: Pair) -> None:
     link = reach(pair.keeper.address, 5.0)
     pair.send(draft(1))
-    link.send({"protocol": 1, "nonce": "n", "proof": "guessed"})
+    link.send({"protocol": PROTOCOL, "hello": {}, "nonce": "n", "proof": "guessed"})
     assert pair.takes(draft(1)), "the right rank comes after the wrong one"
     link.close()
 
