@@ -368,7 +368,6 @@ def check(config: Config) -> None:
             f"overhead_budget is {config.overhead_budget}; it must be a share of the training "
             "time, 0.0001 or more and below 1 (0.03 is 3 %)"
         )
-    at_least("mean_failure_seconds", config.mean_failure_seconds, 0)
     one_of("best", config.best, ("lowest", "highest"))
     at_least("local_keep_last", config.local.keep_last, 1)
     for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
@@ -565,9 +564,6 @@ class Config(Struct, frozen=True):
     overhead_budget: float = 0.03
     """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
     seconds applies all the same."""
-    mean_failure_seconds: float = 0.0
-    """Mean time between failures of the job: `auto` intervals are then no shorter than the optimum
-    (see `tierckpt interval`); 0: unknown, and the whole budget is used."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     peer: PeerConfig = field(default_factory=PeerConfig)

@@ -135,9 +135,6 @@ class Settings(TypedDict, total=False):
     overhead_budget: float
     """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
     seconds applies all the same. Default: `0.03`."""
-    mean_failure_seconds: float
-    """Mean time between failures of the job: `auto` intervals are then no shorter than the optimum
-    (see `tierckpt interval`); 0: unknown, and the whole budget is used. Default: `0.0`."""
     memory_every_steps: int | Literal["auto"]
     """Take a version to memory every N optimizer steps; 0: not by steps; `auto`: as often as
     `overhead_budget` allows. Default: `1`."""

@@ -241,7 +241,6 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("agent_nice", -21),
         ("agent_nice", 20),
         ("overhead_budget", 0.0),
-        ("mean_failure_seconds", -1.0),
         ("overhead_budget", 1.0),
         ("overhead_budget", 3),
         ("overhead_budget", math.nan),
