@@ -356,8 +356,7 @@ def check(config: Config) -> None:
     parse_notices(config.halt_notices)
     within("halt_grace_seconds", config.halt_grace_seconds, 0, YEAR_SECONDS)
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
-    within("halt_exit_status", config.halt_exit_status, 0, 255)
-    within("incomplete_exit_status", config.incomplete_exit_status, 0, 255)
+    within("requeue_exit_status", config.requeue_exit_status, 0, 255)
     within("health_seconds", config.health_seconds, 0.1, DAY_SECONDS)
     if config.slots:
         at_least("slots", config.slots, 2)
@@ -528,15 +527,13 @@ class Config(Struct, frozen=True):
     for other nodes and the persistent level until 10 s before that. A process that received
     SIGTERM, and passes no boundary for a third of this time (and for twice its longest iteration),
     ends without a last checkpoint: others may be gone, and it would hang until it is killed."""
-    halt_exit_status: int = 0
-    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
-    its node or its allocation end. Some schedulers start a job again only after another status than
-    0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
-    other than 0 ends the process in place of `fit()` or `train()` returning; else they return."""
-    incomplete_exit_status: int = 0
-    """If the last version of a training that has finished is missing on a level: end the process
-    with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script continues."""
+    requeue_exit_status: int = 0
+    """Exit status of a script that ends though its work is not finished or not safe, so that a
+    scheduler starts it again: it never calls `should_exit()`, and its processes, its node or its
+    allocation end; or its training has finished, and its last version is missing on a level, which
+    an error reports. A `tierckpt halt` always ends a script with 0. A status other than 0 ends the
+    process by a SystemExit: from `close()`, or in Lightning and Transformers where `fit()` or
+    `train()` would return."""
     health_seconds: float = 20.0
     """A start continues without a persistent level, and without places for events and traces, that
     do not answer in this time."""

@@ -97,16 +97,13 @@ class Settings(TypedDict, total=False):
     SIGTERM, and passes no boundary for a third of this time (and for twice its longest iteration),
     ends without a last checkpoint: others may be gone, and it would hang until it is killed.
     Default: `30.0`."""
-    halt_exit_status: int
-    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
-    its node or its allocation end. Some schedulers start a job again only after another status than
-    0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
-    other than 0 ends the process in place of `fit()` or `train()` returning; else they return.
-    Default: `0`."""
-    incomplete_exit_status: int
-    """If the last version of a training that has finished is missing on a level: end the process
-    with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script continues. Default: `0`."""
+    requeue_exit_status: int
+    """Exit status of a script that ends though its work is not finished or not safe, so that a
+    scheduler starts it again: it never calls `should_exit()`, and its processes, its node or its
+    allocation end; or its training has finished, and its last version is missing on a level, which
+    an error reports. A `tierckpt halt` always ends a script with 0. A status other than 0 ends the
+    process by a SystemExit: from `close()`, or in Lightning and Transformers where `fit()` or
+    `train()` would return. Default: `0`."""
     health_seconds: float
     """A start continues without a persistent level, and without places for events and traces, that
     do not answer in this time. Default: `20.0`."""
