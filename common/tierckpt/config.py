@@ -75,8 +75,6 @@ class MemoryConfig(Struct, frozen=True):
     `overhead_budget` allows."""
     every_seconds: float = 0.0
     """Take one also after this time; 0: not by time."""
-    linger_seconds: float = 3600.0
-    """The next job removes the segments of a *dead* job that nobody has restarted for this time."""
 
 
 class LocalConfig(Struct, frozen=True):
@@ -102,10 +100,8 @@ class LocalConfig(Struct, frozen=True):
     journal_steps: int = 0
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the
-    journal's room and the time of a restart. 0: no journal."""
-    journal_copy: bool = True
-    """If the peer level is on (`peer_redundancy`), also keep a copy of each rank's journal on
-    another node, so that it survives the loss of a node. The disks write twice as much."""
+    journal's room and the time of a restart. 0: no journal. With `peer_redundancy` another node
+    has a copy of each rank's journal, so that it survives the loss of a node."""
     codecs: str = ""
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
@@ -357,7 +353,6 @@ def check(config: Config) -> None:
     within("halt_grace_seconds", config.halt_grace_seconds, 0, YEAR_SECONDS)
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
     within("requeue_exit_status", config.requeue_exit_status, 0, 255)
-    within("health_seconds", config.health_seconds, 0.1, DAY_SECONDS)
     if config.slots:
         at_least("slots", config.slots, 2)
     at_least("heartbeat_seconds", config.heartbeat_seconds, 0)
@@ -369,7 +364,7 @@ def check(config: Config) -> None:
         )
     one_of("best", config.best, ("lowest", "highest"))
     at_least("local_keep_last", config.local.keep_last, 1)
-    for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
+    for name in ("memory_every_steps", "memory_every_seconds"):
         at_least(name, getattr(config.memory, name.removeprefix("memory_")), 0)
     for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
         at_least(f"local_{name}", getattr(config.local, name), 0)
@@ -534,15 +529,8 @@ class Config(Struct, frozen=True):
     an error reports. A `tierckpt halt` always ends a script with 0. A status other than 0 ends the
     process by a SystemExit: from `close()`, or in Lightning and Transformers where `fit()` or
     `train()` would return."""
-    health_seconds: float = 20.0
-    """A start continues without a persistent level, and without places for events and traces, that
-    do not answer in this time."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
-    run_records: bool = True
-    """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
-    command line, git commit, versions of the software, and how it ended. No arguments, no
-    environment, no error's text."""
     heartbeat_seconds: float = 5.0
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary."""

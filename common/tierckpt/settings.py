@@ -104,15 +104,8 @@ class Settings(TypedDict, total=False):
     an error reports. A `tierckpt halt` always ends a script with 0. A status other than 0 ends the
     process by a SystemExit: from `close()`, or in Lightning and Transformers where `fit()` or
     `train()` would return. Default: `0`."""
-    health_seconds: float
-    """A start continues without a persistent level, and without places for events and traces, that
-    do not answer in this time. Default: `20.0`."""
     events_dir: str | os.PathLike[str]
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
-    run_records: bool
-    """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
-    command line, git commit, versions of the software, and how it ended. No arguments, no
-    environment, no error's text. Default: `True`."""
     heartbeat_seconds: float
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary. Default: `5.0`."""
@@ -137,9 +130,6 @@ class Settings(TypedDict, total=False):
     `overhead_budget` allows. Default: `1`."""
     memory_every_seconds: float
     """Take one also after this time; 0: not by time. Default: `0.0`."""
-    memory_linger_seconds: float
-    """The next job removes the segments of a *dead* job that nobody has restarted for this time.
-    Default: `3600.0`."""
     local_every_steps: int | Literal["auto"]
     """Take a version to the local level every N optimizer steps; 0: not by steps; `auto`: as often
     as `overhead_budget` allows. Default: `0`."""
@@ -161,11 +151,8 @@ class Settings(TypedDict, total=False):
     local_journal_steps: int
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the
-    journal's room and the time of a restart. 0: no journal. Default: `0`."""
-    local_journal_copy: bool
-    """If the peer level is on (`peer_redundancy`), also keep a copy of each rank's journal on
-    another node, so that it survives the loss of a node. The disks write twice as much. Default:
-    `True`."""
+    journal's room and the time of a restart. 0: no journal. With `peer_redundancy` another node has
+    a copy of each rank's journal, so that it survives the loss of a node. Default: `0`."""
     local_codecs: str
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none. Default: `""`."""

@@ -51,6 +51,7 @@ from tierckpt.core.restore_plan import (
 )
 from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
+from tierckpt.storage import answers
 from tierckpt.storage.inventory import nothing_seen, open_persistent, take_inventory
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
@@ -199,7 +200,7 @@ class JobHistory:
         `error_barrier`, if given. Collective."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
-            patience = self._config.health_seconds
+            patience = answers.START_SECONDS
             own = take_inventory(
                 self._job, self._store, self._host, shared, patience, self._on_wait
             )
