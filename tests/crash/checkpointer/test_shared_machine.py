@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests.support.crash.launcher import PATIENCE_SECONDS, Job
 from tests.support.crash.scenario import RANKS
-from tierckpt.checkpointer.node_resources import DEAD_JOB_SECONDS
 from tierckpt.storage import job_directory
 
 KILL = "kill@seal:version=12"
@@ -71,7 +70,7 @@ def test_memory_of_a_job_with_a_writing_agent_is_not_removed(
 
 def seen_dead_long_ago(job: Job) -> None:
     """Another job has found no process of this job for longer than its memory is kept."""
-    seen_seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - DEAD_JOB_SECONDS - 1
+    seen_seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - 3601
     mark = json.dumps({"clock": job_directory._clock(), "monotonic_seconds": seen_seconds})
     for folder in {path.parent for path in job.segments()}:
         (folder / job_directory.DEAD_MARK).write_text(mark)
