@@ -62,7 +62,7 @@ PEERS = {"local_journal_steps": NEVER, "peer_redundancy": "partner", "peer_inter
 SETTINGS: dict[str, dict[str, Any]] = {
     VERSIONS: {"local_every_steps": 1},
     JOURNAL: {"local_journal_steps": NEVER},
-    ALONE: {**PEERS, "local_journal_copy": False},
+    ALONE: {**PEERS, "peer_redundancy": "none"},
     COPIES: PEERS,
 }
 

@@ -75,8 +75,6 @@ class MemoryConfig(Struct, frozen=True):
     `overhead_budget` allows."""
     every_seconds: float = 0.0
     """Take one also after this time; 0: not by time."""
-    linger_seconds: float = 3600.0
-    """The next job removes the segments of a *dead* job that nobody has restarted for this time."""
 
 
 class LocalConfig(Struct, frozen=True):
@@ -102,10 +100,8 @@ class LocalConfig(Struct, frozen=True):
     journal_steps: int = 0
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the
-    journal's room and the time of a restart. 0: no journal."""
-    journal_copy: bool = True
-    """If the peer level is on (`peer_redundancy`), also keep a copy of each rank's journal on
-    another node, so that it survives the loss of a node. The disks write twice as much."""
+    journal's room and the time of a restart. 0: no journal. With `peer_redundancy` another node
+    has a copy of each rank's journal, so that it survives the loss of a node."""
     codecs: str = ""
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
@@ -356,9 +352,7 @@ def check(config: Config) -> None:
     parse_notices(config.halt_notices)
     within("halt_grace_seconds", config.halt_grace_seconds, 0, YEAR_SECONDS)
     within("halt_seconds_left", config.halt_seconds_left, 0, YEAR_SECONDS)
-    within("halt_exit_status", config.halt_exit_status, 0, 255)
-    within("incomplete_exit_status", config.incomplete_exit_status, 0, 255)
-    within("health_seconds", config.health_seconds, 0.1, DAY_SECONDS)
+    within("requeue_exit_status", config.requeue_exit_status, 0, 255)
     if config.slots:
         at_least("slots", config.slots, 2)
     at_least("heartbeat_seconds", config.heartbeat_seconds, 0)
@@ -368,10 +362,9 @@ def check(config: Config) -> None:
             f"overhead_budget is {config.overhead_budget}; it must be a share of the training "
             "time, 0.0001 or more and below 1 (0.03 is 3 %)"
         )
-    at_least("mean_failure_seconds", config.mean_failure_seconds, 0)
     one_of("best", config.best, ("lowest", "highest"))
     at_least("local_keep_last", config.local.keep_last, 1)
-    for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
+    for name in ("memory_every_steps", "memory_every_seconds"):
         at_least(name, getattr(config.memory, name.removeprefix("memory_")), 0)
     for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
         at_least(f"local_{name}", getattr(config.local, name), 0)
@@ -549,28 +542,19 @@ class Config(Struct, frozen=True):
     for other nodes and the persistent level until 10 s before that. A process that received
     SIGTERM, and passes no boundary for a third of this time (and for twice its longest iteration),
     ends without a last checkpoint: others may be gone, and it would hang until it is killed."""
-    halt_exit_status: int = 0
-    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
-    its node or its allocation end. Some schedulers start a job again only after another status than
-    0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
-    other than 0 ends the process in place of `fit()` or `train()` returning; else they return."""
-    incomplete_exit_status: int = 0
-    """If the last version of a training that has finished is missing on a level: end the process
-    with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script continues."""
-    health_seconds: float = 20.0
-    """A start continues without a persistent level, and without places for events and traces, that
-    do not answer in this time."""
+    requeue_exit_status: int = 0
+    """Exit status of a script that ends though its work is not finished or not safe, so that a
+    scheduler starts it again: it never calls `should_exit()`, and its processes, its node or its
+    allocation end; or its training has finished, and its last version is missing on a level, which
+    an error reports. A `tierckpt halt` always ends a script with 0. A status other than 0 ends the
+    process by a SystemExit: from `close()`, or in Lightning and Transformers where `fit()` or
+    `train()` would return."""
     stages: str = ""
     """Work of the node's agent on each version that is complete on all local disks, separated by
     commas: `mirror DIRECTORY`, a copy of the shards on a second disk of the node, where a restart
     looks, too; or a stage of yours (see `tierckpt.stages`). `{node}` stands for the node."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
-    run_records: bool = True
-    """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
-    command line, git commit, versions of the software, and how it ended. No arguments, no
-    environment, no error's text."""
     heartbeat_seconds: float = 5.0
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary."""
@@ -589,9 +573,6 @@ class Config(Struct, frozen=True):
     overhead_budget: float = 0.03
     """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
     seconds applies all the same."""
-    mean_failure_seconds: float = 0.0
-    """Mean time between failures of the job: `auto` intervals are then no shorter than the optimum
-    (see `tierckpt interval`); 0: unknown, and the whole budget is used."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     peer: PeerConfig = field(default_factory=PeerConfig)

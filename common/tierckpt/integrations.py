@@ -17,8 +17,8 @@ recipes keep this product, too, since learning rate and schedule belong to it.
 The end of the process after a framework's training was interrupted, or was not stored: a framework
 ends its training by itself, and its script continues as after a whole training: it evaluates,
 exports, and ends with status 0. A scheduler that looks at the status then takes the job for done.
-`halt_exit_status` is for such jobs, as for plain loops that never call `should_exit()`, and
-`incomplete_exit_status` for those without their last version somewhere.
+`requeue_exit_status` is for such jobs, as for plain loops that never call `should_exit()`, and for
+those without their last version somewhere.
 """
 
 from __future__ import annotations
@@ -365,10 +365,10 @@ def _decides(sampler: Any) -> bool:
 
 
 def end_if_interrupted(checkpointer: Checkpointer) -> None:
-    """Raise SystemExit(`halt_exit_status`) if set, and the job is to be started again, or
+    """Raise SystemExit(`requeue_exit_status`) if set, and the job is to be started again, or
     its `_exit_status`; the same on all ranks. Called last in a training, after the checkpointer is
     closed."""
-    status = checkpointer.config.halt_exit_status
+    status = checkpointer.config.requeue_exit_status
     if status and checkpointer.interrupted:
         raise SystemExit(status)
     if status := checkpointer._exit_status:

@@ -97,19 +97,13 @@ class Settings(TypedDict, total=False):
     SIGTERM, and passes no boundary for a third of this time (and for twice its longest iteration),
     ends without a last checkpoint: others may be gone, and it would hang until it is killed.
     Default: `30.0`."""
-    halt_exit_status: int
-    """Exit status of a script that never calls `should_exit()` and is ended because its processes,
-    its node or its allocation end. Some schedulers start a job again only after another status than
-    0. A `tierckpt halt` always ends such a script with 0. In Lightning and Transformers a status
-    other than 0 ends the process in place of `fit()` or `train()` returning; else they return.
-    Default: `0`."""
-    incomplete_exit_status: int
-    """If the last version of a training that has finished is missing on a level: end the process
-    with this status, by a SystemExit from `close()`, or where `fit()` or `train()` would return. 0:
-    an error reports it, and the script continues. Default: `0`."""
-    health_seconds: float
-    """A start continues without a persistent level, and without places for events and traces, that
-    do not answer in this time. Default: `20.0`."""
+    requeue_exit_status: int
+    """Exit status of a script that ends though its work is not finished or not safe, so that a
+    scheduler starts it again: it never calls `should_exit()`, and its processes, its node or its
+    allocation end; or its training has finished, and its last version is missing on a level, which
+    an error reports. A `tierckpt halt` always ends a script with 0. A status other than 0 ends the
+    process by a SystemExit: from `close()`, or in Lightning and Transformers where `fit()` or
+    `train()` would return. Default: `0`."""
     stages: str
     """Work of the node's agent on each version that is complete on all local disks, separated by
     commas: `mirror DIRECTORY`, a copy of the shards on a second disk of the node, where a restart
@@ -117,10 +111,6 @@ class Settings(TypedDict, total=False):
     `""`."""
     events_dir: str | os.PathLike[str]
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
-    run_records: bool
-    """Note each run beside its versions, for `tierckpt log`: host and user, launcher, hash of the
-    command line, git commit, versions of the software, and how it ended. No arguments, no
-    environment, no error's text. Default: `True`."""
     heartbeat_seconds: float
     """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
     every boundary. Default: `5.0`."""
@@ -140,17 +130,11 @@ class Settings(TypedDict, total=False):
     overhead_budget: float
     """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
     seconds applies all the same. Default: `0.03`."""
-    mean_failure_seconds: float
-    """Mean time between failures of the job: `auto` intervals are then no shorter than the optimum
-    (see `tierckpt interval`); 0: unknown, and the whole budget is used. Default: `0.0`."""
     memory_every_steps: int | Literal["auto"]
     """Take a version to memory every N optimizer steps; 0: not by steps; `auto`: as often as
     `overhead_budget` allows. Default: `1`."""
     memory_every_seconds: float
     """Take one also after this time; 0: not by time. Default: `0.0`."""
-    memory_linger_seconds: float
-    """The next job removes the segments of a *dead* job that nobody has restarted for this time.
-    Default: `3600.0`."""
     local_every_steps: int | Literal["auto"]
     """Take a version to the local level every N optimizer steps; 0: not by steps; `auto`: as often
     as `overhead_budget` allows. Default: `0`."""
@@ -172,11 +156,8 @@ class Settings(TypedDict, total=False):
     local_journal_steps: int
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the
-    journal's room and the time of a restart. 0: no journal. Default: `0`."""
-    local_journal_copy: bool
-    """If the peer level is on (`peer_redundancy`), also keep a copy of each rank's journal on
-    another node, so that it survives the loss of a node. The disks write twice as much. Default:
-    `True`."""
+    journal's room and the time of a restart. 0: no journal. With `peer_redundancy` another node has
+    a copy of each rank's journal, so that it survives the loss of a node. Default: `0`."""
     local_codecs: str
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none. Default: `""`."""

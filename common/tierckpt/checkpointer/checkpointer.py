@@ -623,7 +623,7 @@ class Checkpointer(CheckpointerCore):
 
         With `on_drift="stop"` it raises ReplicaError on all ranks, at the end, if replicas are
         found to differ only now. If a level lacks the last version, an error says so; with
-        `incomplete_exit_status` it raises SystemExit then, when all is released, unless the job is
+        `requeue_exit_status` it raises SystemExit then, when all is released, unless the job is
         halted.
 
         In the callback of an event, on any one rank, it requests the end: all ranks close at the
@@ -639,11 +639,11 @@ class Checkpointer(CheckpointerCore):
 
     @property
     def _exit_status(self) -> int:
-        """`incomplete_exit_status` if the training has finished, and a level lacks its last
+        """`requeue_exit_status` if the training has finished, and a level lacks its last
         version; else 0."""
         halted = self._halt.reason is not Reason.NONE
         incomplete = self.end is not None and not (self.end.complete or halted)
-        return self.config.incomplete_exit_status if incomplete else 0
+        return self.config.requeue_exit_status if incomplete else 0
 
     def _close(self) -> JobEnd | None:
         """Do the work of `close`; a framework continues with its own end."""

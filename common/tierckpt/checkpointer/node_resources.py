@@ -34,7 +34,10 @@ from tierckpt.storage.notes import remove_fork_notes
 from tierckpt.storage.slot_pool import SlotPool, too_small
 from tierckpt.storage.slots import images_of
 
-__all__ = ["NodeResources", "held_bytes"]
+__all__ = ["DEAD_JOB_SECONDS", "NodeResources", "held_bytes"]
+
+DEAD_JOB_SECONDS = 3600.0
+"""The next job removes the segments of a dead job that nobody has restarted for this time."""
 
 
 class NodeResources:
@@ -103,9 +106,9 @@ class NodeResources:
                 f"there is no place for slots in {self.job.root}: {error}. shm_dir must be an "
                 "existing, writable directory in memory (/dev/shm)"
             ) from error
-        for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
+        for job in self.job.remove_dead_jobs(DEAD_JOB_SECONDS):
             text = f"removed shared memory of the dead job {job}: no process of it has run for"
-            reports.notice(f"{text} {config.memory.linger_seconds:g} s", logging.INFO)
+            reports.notice(f"{text} {DEAD_JOB_SECONDS:g} s", logging.INFO)
         local = os.path.realpath(config.directory) if config.uses("local") else ""
         self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
         self._kept = answers.keep(watched_directories(config, self._rank, node))

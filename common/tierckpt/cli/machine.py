@@ -46,7 +46,7 @@ def health(args: argparse.Namespace, console: Console) -> None:
     from tierckpt.config import DAY_SECONDS
     from tierckpt.storage.health import Need, examine
 
-    if not 0.1 <= args.seconds <= DAY_SECONDS:  # as health_seconds; NaN is not
+    if not 0.1 <= args.seconds <= DAY_SECONDS:  # NaN is not
         raise ConfigError(
             f"--seconds is {args.seconds:g}; it must be from 0.1 to {DAY_SECONDS} (a day)"
         )

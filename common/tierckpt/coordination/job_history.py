@@ -52,6 +52,7 @@ from tierckpt.core.restore_plan import (
 from tierckpt.format.ids import NO_RUN, Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
 from tierckpt.stages import mirrors
+from tierckpt.storage import answers
 from tierckpt.storage.inventory import nothing_seen, open_persistent, take_inventory
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
@@ -200,7 +201,7 @@ class JobHistory:
         `error_barrier`, if given. Collective."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
-            patience = self._config.health_seconds
+            patience = answers.START_SECONDS
             second = mirrors(self._config.stages_here, self._job.job)
             own = take_inventory(
                 self._job, self._store, self._host, shared, patience, self._on_wait, second

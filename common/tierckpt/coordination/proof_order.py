@@ -99,7 +99,6 @@ def redirected(config: Config) -> Config:
         path=scratch,
         job_id="",
         rollback_to=0,
-        run_records=False,
         when_busy="wait",
         agent="inline",
         halt_seconds_left=0.0,

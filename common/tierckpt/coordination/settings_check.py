@@ -114,9 +114,9 @@ def agree_on_settings(
 
 def _answering(config: Config, rank: int) -> Config:
     """Return once the job's directory answers: nothing can be done without it. Return the settings
-    without folders of events and traces that do not answer within `health_seconds`."""
+    without folders of events and traces that do not answer within `START_SECONDS`."""
     answers.ask_by_threads(config.agent == "inline")
-    limit = config.health_seconds
+    limit = answers.START_SECONDS
     places = [config.directory, config.events_dir, config.trace_dir]
     if not answers.silent(places, min(answers.SAY_SECONDS, limit)):
         return config

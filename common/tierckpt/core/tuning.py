@@ -328,8 +328,8 @@ PROBE_STEPS = 16
 """Where a version is due at every step, one of this many is left out, to time a step without it."""
 MAX_STEPS = 1_000_000
 RARE = 1e-9
-"""Failures per second where the rate is not known and only the shares count: so few that the rate
-itself has no effect."""
+"""Failures per second, of which only the levels' shares count: so few that the rate itself has no
+effect."""
 SLACK_UP, SLACK_DOWN = 1.1, 0.7
 """An interval stays unless the wanted one differs by more than these factors, so that noise does
 not move it back and forth."""
@@ -506,10 +506,8 @@ class Tuner:
         }
         """The automatic intervals, by level."""
         self._budget = config.overhead_budget
-        self._rate_known = config.mean_failure_seconds > 0
         there = [level for level in INTERVALS if config.uses(level)]
-        rate = 1 / config.mean_failure_seconds if self._rate_known else RARE
-        self._rates = dict(zip(there, rates(there, rate) if there else [], strict=True))
+        self._rates = dict(zip(there, rates(there, RARE) if there else [], strict=True))
 
     def due(self, level: Level, last: int, version: int) -> bool:
         """True when a version of this automatic level is due; `last` is the last one taken."""
@@ -551,8 +549,7 @@ class Tuner:
     def _ideal_steps(self, levels: list[LevelModel], step_seconds: float) -> list[float]:
         # Stretch first, then apply each level's latency: a slow level need not be rare.
         best = optimum([replace(level, latency_seconds=0.0) for level in levels])
-        use_all = not self._rate_known
-        best = within_budget(levels, best, self._budget, use_all, least_seconds=step_seconds)
+        best = within_budget(levels, best, self._budget, use_all=True, least_seconds=step_seconds)
         return [seconds / step_seconds for seconds in best]
 
     def _near(self, level: Level, steps: float) -> float:

@@ -77,7 +77,8 @@ class HaltController(EarlyEnd, Part):
         notice: Notice,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self._margin_seconds, self._exit_status = config.halt_seconds_left, config.halt_exit_status
+        self._margin_seconds = config.halt_seconds_left
+        self._exit_status = config.requeue_exit_status
         self._standing = [HaltRequest(seconds_left=config.halt_seconds_left or None)]
         self._awaits = self._standing != [HaltRequest()]
         """False while no standing request has a condition."""
@@ -111,7 +112,7 @@ class HaltController(EarlyEnd, Part):
 
     def exit(self) -> NoReturn:
         """End the process of a program that never asks whether to end, after all is closed: raise
-        SystemExit, with `halt_exit_status` if the job is to be started again."""
+        SystemExit, with `requeue_exit_status` if the job is to be started again."""
         raise SystemExit(self._exit_status if self.reason.is_interruption else 0)
 
     def ask(self, request: HaltRequest) -> None:

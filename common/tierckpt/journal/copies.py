@@ -319,7 +319,7 @@ STOPPED = (
 )
 BEHIND = (
     "{folder} does not keep up with the journal and the copy, or rank {ward} sends its small state "
-    "too late. Use a faster disk or network, or set local_journal_copy=False"
+    "too late. Use a faster disk or network"
 )
 DEAF = (
     "this rank cannot keep a copy of rank {ward}'s journal: {why}. The journal is lost with that "
@@ -364,7 +364,7 @@ class JournalCopies:
         self._gradients: dict[str, GradientImages] = {}
         self._writer: JournalWriter | None = None
         self._closing = False
-        found = neighbours(peers.groups, rank) if config.local.journal_copy else None
+        found = neighbours(peers.groups, rank)
         if found is None or found[0] == rank:
             return
         self._keeper, self._ward = found

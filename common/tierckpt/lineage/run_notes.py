@@ -170,7 +170,7 @@ class RunNotes:
 
     def write(self, run_id: str, generation: int) -> None:
         """Note that a run started. Raises nothing: a failure is reported."""
-        if not (self._config.run_records and (self._config.uses(LOCAL) or self._far)):
+        if not (self._config.uses(LOCAL) or self._far):
             return
         self._record = RunRecord(
             run_id=run_id,

@@ -380,7 +380,7 @@ class VersionSearch:
         agent = self._history.open_agent(place)
         if agent is not None:
             return agent
-        answers.ensure(place.where, self._config.health_seconds)
+        answers.ensure(place.where, answers.START_SECONDS)
         return open_persistent(replace(self._config.persistent, path=place.where))
 
     def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:

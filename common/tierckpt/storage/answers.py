@@ -34,6 +34,9 @@ Result = TypeVar("Result")
 
 PATIENCE_SECONDS = 5.0
 """Time for an answer, where no setting says another one."""
+START_SECONDS = 20.0
+"""A start continues without a persistent level, and without places for events and traces, that do
+not answer in this time."""
 SAY_SECONDS = 3.0
 """A longer wait is reported."""
 NAP_SECONDS = 0.02

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.crash.launcher import PATIENCE_SECONDS, Job
 from tests.support.crash.scenario import RANKS
+from tierckpt.storage import job_directory
 
 KILL = "kill@seal:version=12"
-NO_LINGER = {"memory_linger_seconds": 0}
 
 
 def test_memory_of_a_dead_job_is_removed_by_another_after_it_lingered(
@@ -23,7 +25,8 @@ def test_memory_of_a_dead_job_is_removed_by_another_after_it_lingered(
     assert len(left) >= 2 * RANKS
     other.live()
     assert dead.segments() == left, "within the hour its successor may come"
-    later.live(settings=NO_LINGER)
+    seen_dead_long_ago(dead)
+    later.live()
     later.ended_as_undisturbed()
     assert dead.segments() == []
 
@@ -32,7 +35,8 @@ def test_memory_of_a_living_job_is_never_removed(make_job: Callable[[str], Job])
     living, other = make_job("living"), make_job("other")
     life = living.start(gates={"stand": 12}).waiting("stand")
     held = living.segments()
-    other.live(settings=NO_LINGER)
+    seen_dead_long_ago(living)
+    other.live()
     assert other.journal(0, start=0)
     assert living.segments() == held
     life.kill()
@@ -51,15 +55,25 @@ def test_memory_of_a_job_with_a_writing_agent_is_not_removed(
     dead.wait_fired(0, slow)
     life.kill()
     held = segments_of(dead, 0)
-    other.live(settings=NO_LINGER)
+    seen_dead_long_ago(dead)
+    other.live()
     assert segments_of(dead, 0) == held
     (agent,) = dead.agents(0)
     agent.wake()
     assert agent.ended(PATIENCE_SECONDS), dead.output()
     assert 8 in [k.id.version for k in dead.on_disk(0)]
     dead.agents_end()
-    later.live(settings=NO_LINGER)
+    seen_dead_long_ago(dead)
+    later.live()
     assert dead.segments() == []
+
+
+def seen_dead_long_ago(job: Job) -> None:
+    """Another job has found no process of this job for longer than its memory is kept."""
+    seen_seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - 3601
+    mark = json.dumps({"clock": job_directory._clock(), "monotonic_seconds": seen_seconds})
+    for folder in {path.parent for path in job.segments()}:
+        (folder / job_directory.DEAD_MARK).write_text(mark)
 
 
 def segments_of(job: Job, rank: int) -> list[Path]:

@@ -90,14 +90,3 @@ def test_a_damaged_copy_ends_the_journal_there(job: Job) -> None:
     assert f"a part of the journal is not used: {path}" in notices(job, resumed)
     assert "rank 1 has the journal only up to" in notices(job, resumed)
     job.ended_as_undisturbed()
-
-
-def test_without_copies_the_job_continues_from_the_version(job: Job) -> None:
-    job.settings["local_journal_copy"] = False
-    killed(job)
-    assert all(n.keeper == ITSELF for rank in range(RANKS) for n in names_in(folder_of(job, rank)))
-    lose(job, 1)
-    resumed = job.live()
-    assert resumed.start == 1
-    assert "rank 1 has the journal only up to v1" in notices(job, resumed)
-    job.ended_as_undisturbed()

@@ -61,7 +61,7 @@ def test_the_pod_has_the_time_that_the_job_counts_on(name: str) -> None:
     assert granted + 10 <= pod["terminationGracePeriodSeconds"]
     assert granted <= float(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert pod["restartPolicy"] == "OnFailure"
-    assert int(environment["TIERCKPT_HALT_EXIT_STATUS"]) > 0, "0 means that the training is done"
+    assert int(environment["TIERCKPT_REQUEUE_EXIT_STATUS"]) > 0, "0 means that the training is done"
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

@@ -100,7 +100,7 @@ def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_neverthele
 def never_asking(place: Place) -> dict[str, Any]:
     with handlers_kept():
         job = make_horovod_job()
-        attached = attach(job, place, halt_exit_status=STATUS, **DURABLE)
+        attached = attach(job, place, requeue_exit_status=STATUS, **DURABLE)
         ended = None
         try:
             for iteration in range(10):

@@ -164,7 +164,11 @@ def installed(tmp_path: Path) -> dict[str, str]:
 def test_with_the_variable_set_an_unchanged_script_has_checkpoints(
     package: str, installed: dict[str, str], tmp_path: Path, shm_dir: Path
 ) -> None:
-    variables = {**installed, "TIERCKPT_HALT_EXIT_STATUS": "75", "WARM_PYTHON_FRAMEWORK": package}
+    variables = {
+        **installed,
+        "TIERCKPT_REQUEUE_EXIT_STATUS": "75",
+        "WARM_PYTHON_FRAMEWORK": package,
+    }
     variables["TIERCKPT_SHM_DIR"] = str(shm_dir)
     script = Script(tmp_path, None, package=package, signal="backward:0:8")
     assert script.start(**variables).returncode == 75
@@ -227,6 +231,6 @@ def test_the_signal_before_the_end_of_the_allocation_requeues_the_job_as_lightni
 def test_a_cancelled_job_is_not_requeued(
     allocation: dict[str, str], tmp_path: Path, shm_dir: Path
 ) -> None:
-    settings = {"shm_dir": str(shm_dir), "halt_exit_status": 75}
+    settings = {"shm_dir": str(shm_dir), "requeue_exit_status": 75}
     assert Script(tmp_path, settings, signal="backward:0:4").start(**allocation).returncode == 75
     assert not (tmp_path / "calls").exists()

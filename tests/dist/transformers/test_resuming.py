@@ -124,7 +124,7 @@ def test_a_fork_by_the_environment_continues_exactly(
 
 
 def test_after_a_signal_the_job_ends_with_the_status_of_the_setting(make_job: MakeJob) -> None:
-    run = make_job({"halt_exit_status": 75}, ranks=1).start(signal="backward:0:4")
+    run = make_job({"requeue_exit_status": 75}, ranks=1).start(signal="backward:0:4")
     assert run.of_kind("exited") == [{"kind": "exited", "status": 75}], run.output()
     assert run.lines()[-2] == {"kind": "trained"}  # the Trainer's end, not the script's
 

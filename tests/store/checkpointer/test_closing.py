@@ -467,7 +467,7 @@ OVER = """
 import sys
 from tierckpt.checkpointer.checkpointer import close_at_exit
 from tierckpt.testing import TinyJob
-job = TinyJob(sys.argv[1], shm_dir=sys.argv[2], agent="inline", incomplete_exit_status=9,
+job = TinyJob(sys.argv[1], shm_dir=sys.argv[2], agent="inline", requeue_exit_status=9,
     persistent_path=sys.argv[3], persistent_every_steps=1)
 if sys.argv[4] == "exit":
     close_at_exit(lambda: job.checkpointer)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tierckpt
+from tierckpt.checkpointer import node_resources
 from tierckpt.cli import run_command
 from tierckpt.core import HaltRequest
 from tierckpt.errors import ConfigError, RestoreError, TierckptError
@@ -427,7 +428,9 @@ def test_a_dead_job_leaves_no_routed_files(make: Make, shm_dir: Path) -> None:
     assert not left.exists()
 
 
-def test_callbacks_know_the_job_before_its_first_event(make: Make) -> None:
+def test_callbacks_know_the_job_before_its_first_event(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Watch(tierckpt.Callbacks):
         seen: list[str] = []  # noqa: RUF012
 
@@ -440,7 +443,8 @@ def test_callbacks_know_the_job_before_its_first_event(make: Make) -> None:
     dead = make(job_id="dead")
     assert write(dead, a=b"a")
     dead.abandon()
-    make(job_id="next", memory_linger_seconds=0, callbacks=[Watch()])  # removes the dead one
+    monkeypatch.setattr(node_resources, "DEAD_JOB_SECONDS", 0.0)
+    make(job_id="next", callbacks=[Watch()])  # removes the dead one
     first, second, *_ = Watch.seen
     assert first == "next"
     assert "removed shared memory of the dead job dead" in second

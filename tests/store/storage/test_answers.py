@@ -41,6 +41,7 @@ def hang(gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
         monkeypatch.setattr(answers, "_by_threads", False)  # as an inline job of before left it
         monkeypatch.setattr(answers, "SAY_SECONDS", 0.1)
         monkeypatch.setattr(answers, "PATIENCE_SECONDS", 0.2)
+        monkeypatch.setattr(answers, "START_SECONDS", 0.3)
 
     yield begin
     gate.touch()
@@ -89,7 +90,7 @@ def test_a_restart_continues_without_a_hanging_level(
     path: Path, settings: dict[str, Any], tmp_path: Path, course: dict[int, str], hang: Hang
 ) -> None:
     far = tmp_path / "far"
-    settings |= {"persistent_path": str(far), "health_seconds": 0.3}
+    settings |= {"persistent_path": str(far)}
     with TinyJob(path, **settings) as job:
         job.run(STEPS)
     hang(far)
@@ -106,7 +107,7 @@ def test_but_starts_nothing_afresh(
     path: Path, settings: dict[str, Any], tmp_path: Path, hang: Hang
 ) -> None:
     hang(tmp_path / "far")
-    settings |= {"persistent_path": str(tmp_path / "far"), "health_seconds": 0.3}
+    settings |= {"persistent_path": str(tmp_path / "far")}
     with TinyJob(path, **settings) as job:
         with pytest.raises(RestoreError, match="does not answer within"):
             job.restore()
@@ -132,7 +133,7 @@ def test_a_start_waits_for_its_directory_and_not_for_events(
         return look(folders, seconds)
 
     monkeypatch.setattr(answers, "silent", open_at_last)
-    settings |= {"events_dir": str(events), "health_seconds": 0.4}
+    settings |= {"events_dir": str(events)}
     with TinyJob(path, **settings) as job:
         job.run(1)
     assert job.heard("committed", "local")
@@ -201,9 +202,10 @@ def test_a_server_that_never_answers(
     monkeypatch.setattr(backend, "is_transient", lambda error: False)
     monkeypatch.setattr(answers, "SAY_SECONDS", 0.1)
     monkeypatch.setattr(answers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(answers, "START_SECONDS", 0.3)
     url = "s3://bucket/run"
     settings |= {"persistent_path": url, "persistent_storage_options": options}
-    with TinyJob(path, seed=9, health_seconds=0.3, **settings) as job:
+    with TinyJob(path, seed=9, **settings) as job:
         assert job.restore() == STEPS
         assert job.fingerprint() == course[STEPS]
         assert any(

@@ -126,7 +126,6 @@ def test_a_variable_with_a_misspelt_prefix_does_not_pass_in_silence(wrong: str) 
         ("local_every_step", "local_every_steps"),
         ("localeverysteps", "local_every_steps"),
         ("slot", "slots"),
-        ("memory_linger", "memory_linger_seconds"),
         ("when_buzy", "when_busy"),
     ],
 )
@@ -234,7 +233,6 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("local_every_seconds", float("nan")),
         ("memory_every_steps", -1),
         ("memory_every_seconds", -1.0),
-        ("memory_linger_seconds", -1.0),
         ("when_busy", "panic"),
         ("release", "later"),
         ("boundary", "auto"),
@@ -242,7 +240,6 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("agent_nice", -21),
         ("agent_nice", 20),
         ("overhead_budget", 0.0),
-        ("mean_failure_seconds", -1.0),
         ("overhead_budget", 1.0),
         ("overhead_budget", 3),
         ("overhead_budget", math.nan),
@@ -250,8 +247,6 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("peer_group_size", 1),
         ("peer_port", -1),
         ("peer_port", 65536),
-        ("health_seconds", math.inf),
-        ("health_seconds", 24 * 3600 + 1),
         *((name, value) for name in WAITS for value in (-1.0, math.inf, math.nan, 4e7)),
     ],
 )
@@ -262,8 +257,8 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: Any) -> No
 
 def test_never_is_a_value(tmp_path: Path) -> None:
     never = ("memory_every_seconds", "local_every_seconds", "persistent_every_seconds")
-    load_config(dict.fromkeys((*never, "memory_linger_seconds"), math.inf), {})
-    load_config({**dict.fromkeys(WAITS, float(YEAR_SECONDS)), "health_seconds": 86400}, {})
+    load_config(dict.fromkeys(never, math.inf), {})
+    load_config(dict.fromkeys(WAITS, float(YEAR_SECONDS)), {})
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

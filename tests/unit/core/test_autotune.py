@@ -259,15 +259,6 @@ def test_nor_where_an_interval_is_a_multiple_that_nobody_wants(
         assert heed(made, step_us=100_000, memory_us=memory_us, **others, **lasting) == ()
 
 
-def test_known_failures_leave_budget_unused() -> None:
-    """Young: sqrt(2 x 1 ms x 5000 s) is 3.2 s."""
-    made = tuner(local_every_steps=0, local_every_seconds=0.0, mean_failure_seconds=5000)
-    heed(made, step_us=100_000, memory_us=1_000)
-    assert made.every_steps["memory"] == 32
-    heed(made, step_us=100_000, memory_us=1_000_000)
-    assert made.every_steps["memory"] == 994, "a second every 99.4, by Daly"
-
-
 def test_all_levels_share_the_budget(tmp_path: Path) -> None:
     made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path))
     assert made.every_steps == {"memory": 4, "local": 32, "persistent": 256}
