@@ -15,7 +15,7 @@ ours-local        the memory of all nodes was lost: shards are mapped from disk
 ours-peer         and the last node's disk: `partner`, lost shards are rebuilt
 ours-persistent   all nodes were lost: shards are fetched and broadcast
 torch-load        rank 0 loads, every tensor is broadcast
-dcp, torchsnapshot, torch-checkpointing: every rank loads
+dcp               every rank loads
 nothing           start afresh: the cost of any restart
 
 cache      cold: files not in the page cache, as after a reboot; warm: as after a crash of processes
@@ -140,7 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", default="2", help="numbers of ranks; default 2")
     parser.add_argument("--nodes", type=int, default=1, help="nodes for these ranks; default 1")
     parser.add_argument("--rounds", type=int, help="rounds; default 5, toy 1")
-    parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last three")
+    parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last one")
     text = "measure only the time from a SIGKILL to the next finished step, N times each"
     parser.add_argument("--kill", type=int, default=0, metavar="N", help=text)
     text = "measure only the time from the loss of a node to the next finished step, N times each"
@@ -148,7 +148,7 @@ def arguments() -> argparse.Namespace:
     text = "for --kill and --lose: some of the launchers; default: those that are installed"
     parser.add_argument("--launchers", help=text)
     options = parser.parse_args()
-    few = list(WAYS)[:-3]
+    few = list(WAYS)[:-1]
     options.ways = options.ways.split(",") if options.ways else few if options.toy else list(WAYS)
     options.megabytes = options.megabytes or ("12" if options.toy else "48,192")
     options.rounds = options.rounds or (1 if options.toy else 5)

@@ -25,9 +25,7 @@ ours-memory    Tierckpt's memory level; not on disk
 ours-local     its local level: committed, file and folder fsync'ed
 hvd-commit     Horovod: `hvd.elastic.TorchState.commit`, a deep copy in each process
 ours-commit    Horovod: Tierckpt's elastic commit to memory
-By name only: torch-checkpointing (Meta's, no fsync), dlrover (flash checkpoint, no fsync), orbax
-(`AsyncCheckpointer`, data fsync'ed), each with its package; ours-levels, ours-auto. NVIDIA's
-LocalCheckpointManager (0.4.1) runs on CUDA alone, ml-flashpoint (0.0.10) has no wheels.
+By name only: ours-levels, ours-auto.
 
 call ms       inside the method at the boundary, slowest rank, median of the checkpoints
 wait ms       the optimizer's step waited for a copy, slowest rank, median

@@ -220,64 +220,6 @@ class Dcp(Way):
         return {"model": model, "optimizer": optimizer}
 
 
-class TorchSnapshot(Way):
-    """torchsnapshot, with everything replicated."""
-
-    title = "torchsnapshot restore"
-    module = "torchsnapshot"
-
-    def leave(self, job: Job) -> None:
-        job.iterate()
-        importlib.import_module(self.module).Snapshot.take(
-            path=str(job.root / "snapshot"), app_state=self._state(job), replicated=["**"]
-        )
-
-    def restore(self, job: Job) -> dict[str, float]:
-        snapshot = importlib.import_module(self.module).Snapshot(str(job.root / "snapshot"))
-        for group in job.optimizer.param_groups:  # it restores in place
-            for param in group["params"]:
-                param.grad = torch.zeros_like(param)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        snapshot.restore(app_state=self._state(job))
-        return {}
-
-    def _state(self, job: Job) -> dict[str, Any]:
-        return {"model": job.module, "optimizer": job.optimizer}
-
-
-class TorchCheckpointing(Way):
-    """Meta's torch_checkpointing: every rank wrote its replica, and reads it."""
-
-    title = "torch_checkpointing load"
-    module = "torch_checkpointing"
-
-    def _manager(self) -> Any:
-        library: Any = importlib.import_module(self.module)
-        storage: Any = importlib.import_module(f"{self.module}.storage.filesystem")
-        return library.CheckpointManager(
-            library.CheckpointManager.Config(
-                save=library.SyncCheckpointSaverConfig(),
-                storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False),
-            )
-        )
-
-    def leave(self, job: Job) -> None:
-        job.iterate()
-        manager = self._manager()
-        state = {"model": job.module.state_dict(), "optimizer": job.optimizer.state_dict()}
-        manager.save(str(job.root / "state"), state)
-        manager.close()
-
-    def restore(self, job: Job) -> dict[str, float]:
-        manager = self._manager()
-        live = {"model": dict(job.module.state_dict()), "optimizer": None}  # the model in place
-        found = manager.load(str(job.root / "state"), into=live)
-        job.optimizer.load_state_dict(found["optimizer"])
-        manager.close()
-        return {}
-
-
 WAYS: dict[str, type[Way]] = {
     "nothing": Way,
     "ours-memory": OursMemory,
@@ -286,8 +228,6 @@ WAYS: dict[str, type[Way]] = {
     "ours-persistent": OursPersistent,
     "torch-load": TorchLoad,
     "dcp": Dcp,
-    "torchsnapshot": TorchSnapshot,
-    "torch-checkpointing": TorchCheckpointing,
 }
 
 
