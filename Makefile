@@ -17,10 +17,10 @@ TEST_WORKERS ?= 3
 PYTEST_ARGS := $(if $(filter-out 0,$(TEST_WORKERS)),-n $(TEST_WORKERS))
 PYTEST := $(PY) -m pytest $(PYTEST_ARGS)
 # Run at toy size: what they start has imported torch already. tests/dist runs goodput.py and stall.py.
-BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
-	benchmarks/restart.py benchmarks/codecs.py benchmarks/deltas.py benchmarks/agreement.py \
+BENCHMARKS := benchmarks/coding.py benchmarks/levels.py \
+	benchmarks/restart.py benchmarks/deltas.py benchmarks/agreement.py \
 	benchmarks/budget.py benchmarks/replicacheck.py benchmarks/objectstore.py \
-	benchmarks/saturated.py benchmarks/boundary.py benchmarks/attach.py benchmarks/stepcost.py \
+	benchmarks/saturated.py benchmarks/attach.py benchmarks/stepcost.py \
 	benchmarks/manyranks.py benchmarks/ballots.py benchmarks/scale.py benchmarks/routed.py \
 	benchmarks/journal.py benchmarks/papers.py
 

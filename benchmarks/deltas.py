@@ -9,7 +9,7 @@ block is encoded whole, as XOR with the earlier block, and as integer difference
 byte planes and Zstandard. Then a whole version and a difference are loaded from a directory.
 Speeds are per CPU-second, so that other load of the machine does not count.
 
-Columns are those of codecs.py; *way* is `whole`, or `difference` (as the codec `delta`) or `XOR`
+*ratio* is size over stored size; *way* is `whole`, or `difference` (as the codec `delta`) or `XOR`
 to the version *steps* before. `--versions FILE` keeps the training's states for a later run.
 """
 

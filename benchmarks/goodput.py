@@ -1,7 +1,7 @@
 """How much of the time is useful training, when ranks are killed again and again?
 
     python benchmarks/goodput.py --toy
-    python benchmarks/goodput.py --json goodput.json --plot goodput.png
+    python benchmarks/goodput.py --json goodput.json
     python benchmarks/goodput.py --mtbf 10,60 --methods torch-save,ours
 
 SIGKILLs hit random ranks at random times, the same for each method: a seeded Poisson process with
@@ -44,9 +44,9 @@ from typing import Any
 from lib import machine, models
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from lib.goodput.methods import RESUMABLE, preload
-from lib.goodput.report import plot, table, verdicts
+from lib.goodput.report import table, verdicts
 from lib.goodput.runs import Bench, Result, everything
-from lib.terminal import parser_of, say
+from lib.terminal import parser_of
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment variables that torch and numpy read when they are imported."""
@@ -70,7 +70,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cost", type=float, metavar="SECONDS", help=text)
     parser.add_argument("--seed", type=int, default=1, help="seed of the random failures")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for one block")
-    parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
     toy = options.toy
     options.model = options.model or ("toy" if toy else "linear")
@@ -107,8 +106,6 @@ def main() -> None:
     print(f"{about['filesystem']}, torch {about['torch']}, load {os.getloadavg()[0]:.1f}\n")
     print(table(results), "\n")
     print("\n".join(["the toy is not judged"] if options.toy else verdicts(results)))
-    if options.plot:
-        say(plot(options.plot, results))
 
 
 def write(
@@ -116,7 +113,7 @@ def write(
 ) -> None:
     """Write all figures so far, in seconds. Replaces the file in one step."""
     rows = [{**asdict(r), "goodput": r.goodput if r.status == "ok" else None} for r in results]
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "dir")}
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "dir")}
     document = {**about, "settings": settings, "rows": rows}
     write_json(path, document)
 

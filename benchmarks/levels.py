@@ -1,7 +1,7 @@
 """How fast are the levels below memory, and how much do they slow the training?
 
     python benchmarks/levels.py --toy
-    python benchmarks/levels.py --json levels.json --plot levels.png
+    python benchmarks/levels.py --json levels.json
 
 Six processes stand for nodes; each does an agent's work with the agent's code and priority. As
 root each has a network namespace and a cable of 100 Mbit/s each way (`--link-mbit`), else
@@ -35,7 +35,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -232,8 +231,6 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
         }
         write_json(options.json, document)
         say(f"figures: {options.json}")
-    if options.plot:
-        say(report.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
 
 
 def arguments() -> argparse.Namespace:
@@ -256,7 +253,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
     parser.add_argument("--persistent", help="directory or URL; default: on the same disk")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
-    parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
     options.levels = options.levels.split(",")
     if strange := sorted(set(options.levels) - set(NAMES)):

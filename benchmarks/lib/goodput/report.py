@@ -1,8 +1,7 @@
-"""The table, the verdicts and the picture of goodput.py."""
+"""The table and the verdicts of goodput.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import median
 
 from lib.goodput.methods import RESUMABLE
@@ -64,31 +63,3 @@ def _verdict(done: list[Result], method: str, mtbf: float, least: float) -> str:
         return f"{NOISE} ({target})"
     word = "met" if found[0].goodput >= least else "MISSED"
     return f"{word}: {target} ({100 * found[0].goodput:.1f} %)"
-
-
-def plot(path: Path, results: list[Result]) -> str:
-    """Draw goodput over the time between failures; return a line for the terminal."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.2))
-    done = [result for result in results if result.status == "ok" and result.judged]
-    for method in dict.fromkeys(result.method for result in done):
-        points = sorted((r.mtbf_seconds, 100 * r.goodput) for r in done if r.method == method)
-        style = {"linewidth": 2.2, "color": "tab:orange"} if method == "ours" else {}
-        axis.plot(*zip(*points, strict=True), "o-", label=RESUMABLE[method].title, **style)
-    axis.set_xscale("log")
-    rates = sorted({result.mtbf_seconds for result in done})
-    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axis.minorticks_off()
-    axis.set(xlabel="mean time between SIGKILLs, s", ylabel="useful steps, % of undisturbed")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return f"picture: {path}"

@@ -1,8 +1,6 @@
-"""The tables and the picture of levels.py, and the targets for the levels."""
+"""The tables of levels.py, and the targets for the levels."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from lib.figures import Spread
 from lib.levels.figures import AllLevels, Row
@@ -111,45 +109,10 @@ def _slowdown(found: AllLevels, why: str) -> Verdict:
     return Verdict(target, measured, "MISSED", reason)
 
 
-def plot(path: Path, rows: list[Row], all_levels: AllLevels) -> str | None:
-    """Draw the picture; return a sentence instead if matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no picture: matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [row.name for row in rows][::-1]
-    panels: list[tuple[str, list[Spread | None], float]] = [
-        ("throughput, % of the bare device or link", [r.of_bare for r in rows], 100),
-        ("overlap with computing, %", [r.overlap for r in rows], 95),
-        ("slowdown while at work, %", [r.slowdown for r in rows], 5),
-    ]
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 1.4 + 0.45 * len(rows)), sharey=True)
-    for axis, (title, values, mark) in zip(axes, panels, strict=True):
-        for place, value in enumerate(reversed(values)):
-            if value is not None:
-                middle, low, high = (100 * v for v in (value.median, value.low, value.high))
-                reach = [[middle - low], [high - middle]]
-                axis.barh(place, middle, xerr=reach, color="tab:orange")
-        axis.axvline(mark, color="black", linewidth=0.8, linestyle=":")
-        axis.set_yticks(range(len(names)), names)
-        axis.set_title(title, fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-    figure.suptitle(
-        f"The levels (median, min..max); all at once: {_percent(all_levels.slowdown)} %"
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return None
-
-
 def _percent(value: Spread | None) -> str:
     if value is None:
         return "-"
     return f"{100 * value.median:.1f} ({100 * value.low:.1f}..{100 * value.high:.1f})"
 
 
-__all__ = ["all_levels_text", "judge", "plot", "table", "targets_text"]
+__all__ = ["all_levels_text", "judge", "table", "targets_text"]
