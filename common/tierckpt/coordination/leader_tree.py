@@ -608,15 +608,18 @@ def _connect(
                 link = reach(places[above], MEETING_SECONDS)
                 on_failure.callback(link.close)
                 greet(link, PURPOSE, secret, {"node": index}, MEETING_SECONDS)
-                parent = _Link(link.released(), frame, firsts[above])
+                end = link.released()
+                on_failure.callback(end.close)
+                parent = _Link(end, frame, firsts[above])
             while expected:
                 link, child = callers.next(deadline)
                 if child not in expected:
                     link.close()
                     continue
-                on_failure.callback(link.close)
+                end = link.released()
+                on_failure.callback(end.close)
                 expected.remove(child)
-                children.append(_Link(link.released(), frame, firsts[child]))
+                children.append(_Link(end, frame, firsts[child]))
         except (OSError, PeerError):
             return None
         on_failure.pop_all()

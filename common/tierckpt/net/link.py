@@ -73,8 +73,10 @@ class Link:
             self._socket.close()
 
     def released(self) -> socket.socket:
-        """The socket, for a user with frames of its own: the link is not used any more."""
-        return self._socket
+        """The socket, for a user with frames of its own. The link has none any more: its listener,
+        which may close at the same time, does not end the connection."""
+        with self._closing:
+            return socket.socket(fileno=self._socket.detach())
 
     # --- sending -------------------------------------------------------------------------------
 

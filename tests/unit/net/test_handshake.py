@@ -132,3 +132,29 @@ def test_one_that_sends_a_byte_at_a_time_has_no_more_time(
         over.set()
         thread.join()
     assert door.hellos == []
+
+
+def test_a_connection_taken_out_of_its_link_outlives_the_listener() -> None:
+    """Also if the listener closes before its own thread knows that the connection is taken."""
+    inside, go_on, taken = threading.Event(), threading.Event(), list[socket.socket]()
+
+    def met(link: Link, _: Caller) -> bool:
+        taken.append(link.released())
+        inside.set()
+        return go_on.wait(60)
+
+    listener = Listener(Address("127.0.0.1", 0), "tests", lambda: [SECRET], met)
+    with closing(reach(listener.address, 20)) as link:
+        greet(link, "tests", SECRET, HELLO, 20)
+        assert inside.wait(60)
+        closer = threading.Thread(target=listener.close)
+        closer.start()
+        while closer.is_alive() and not listener._socket._closed:  # type: ignore[attr-defined]
+            closer.join(0.01)
+        closer.join(0.2)  # it ends the connections that it still has
+        go_on.set()
+        closer.join()
+        with taken[0] as end:
+            end.settimeout(60)
+            link.send({"still": "here"})
+            assert b"here" in end.recv(100)
