@@ -107,6 +107,9 @@ class LocalConfig(Struct, frozen=True):
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
 
 
+MAX_PORT = 65535
+
+
 class PeerConfig(Struct, frozen=True):
     """The peer level: a node's local level can be rebuilt from other nodes'.
 
@@ -115,21 +118,43 @@ class PeerConfig(Struct, frozen=True):
 
     redundancy: str = "none"
     """`none`; `partner` or `partner <copies>`; `xor`, which survives one loss in a group; `rs
-    <k>+<m>`, which survives m."""
-    group_size: int = 8
-    """Members of a group; for `rs` they are k + m."""
+    <k>+<m>`, which survives m. A group has 8 members, those of `rs` k + m; `xor of 4` and `partner
+    of 4` have groups of 4."""
     domain: str = ""
     """Name of the failure domain (a rack, a switch); empty: the node."""
     interface: str = ""
-    """Network interface or address that the agents use, and votes between nodes; empty: the one
-    that reaches the other nodes."""
-    port: int = 0
-    """TCP port of a node's agent; 0: any."""
+    """Network interface or address that the agents use, and votes between nodes, perhaps with the
+    TCP port of the node's agent: `ib0`, `10.0.0.5:29400`, `[fd00::5]:29400`, `:29400`. Without one:
+    that which reaches the other nodes, and any port."""
 
     @property
     def on(self) -> bool:
         """True unless `redundancy` is `none`."""
         return self.redundancy.strip().lower() != "none"
+
+    @property
+    def device(self) -> str:
+        """`interface` without the port; empty: not given."""
+        return self._place[0]
+
+    @property
+    def port(self) -> int:
+        """The port of `interface`; 0: any."""
+        return self._place[1]
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        """Raises ConfigError."""
+        text = self.interface.strip()
+        if text.count(":") > 1 and "[" not in text:
+            return text, 0  # an IPv6 address alone
+        found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::(\d+))?", text)
+        if found is None:
+            raise ConfigError(
+                f"peer_interface is {self.interface!r}; give an interface or an address, perhaps "
+                "with a port: ib0, 10.0.0.5:29400, [fd00::5]:29400, :29400"
+            )
+        return found[1] or found[2] or "", int(found[3] or 0)
 
 
 class PersistentConfig(Struct, frozen=True):
@@ -369,8 +394,7 @@ def check(config: Config) -> None:
     for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
         at_least(f"local_{name}", getattr(config.local, name), 0)
     at_least("local_journal_steps", config.local.journal_steps, 0)
-    at_least("peer_group_size", config.peer.group_size, 2)
-    within("peer_port", config.peer.port, 0, 65535)
+    within("the port of peer_interface", config.peer.port, 0, MAX_PORT)
     persistent = config.persistent
     at_least("persistent_keep_last", persistent.keep_last, 1)
     at_least("persistent_shards_per_file", persistent.shards_per_file, 1)

@@ -163,16 +163,14 @@ class Settings(TypedDict, total=False):
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none. Default: `""`."""
     peer_redundancy: str
     """`none`; `partner` or `partner <copies>`; `xor`, which survives one loss in a group; `rs
-    <k>+<m>`, which survives m. Default: `"none"`."""
-    peer_group_size: int
-    """Members of a group; for `rs` they are k + m. Default: `8`."""
+    <k>+<m>`, which survives m. A group has 8 members, those of `rs` k + m; `xor of 4` and `partner
+    of 4` have groups of 4. Default: `"none"`."""
     peer_domain: str
     """Name of the failure domain (a rack, a switch); empty: the node. Default: `""`."""
     peer_interface: str
-    """Network interface or address that the agents use, and votes between nodes; empty: the one
-    that reaches the other nodes. Default: `""`."""
-    peer_port: int
-    """TCP port of a node's agent; 0: any. Default: `0`."""
+    """Network interface or address that the agents use, and votes between nodes, perhaps with the
+    TCP port of the node's agent: `ib0`, `10.0.0.5:29400`, `[fd00::5]:29400`, `:29400`. Without one:
+    that which reaches the other nodes, and any port. Default: `""`."""
     persistent_path: str | os.PathLike[str]
     """A directory that all nodes see, or a URL (s3://bucket/prefix); empty: no such level. Default:
     `""`."""

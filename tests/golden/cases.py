@@ -794,12 +794,12 @@ PEERS = [
     Case(
         "xor4by2",
         "four nodes in groups of two",
-        [protected("xor", 4, peer_group_size=2)],
+        [protected("xor of 2", 4)],
         [
             Restart(
                 f"one of each lost: {each[0]} and {each[1]}",
                 (0, 5, {"local": 2, "peer": 2}),
-                rebuilding("xor", 4, peer_group_size=2),
+                rebuilding("xor of 2", 4),
                 4,
                 DDP,
                 lost(*each),

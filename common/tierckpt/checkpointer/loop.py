@@ -412,7 +412,7 @@ class CheckpointerCore(abc.ABC):
         self._parts.make(job, early=True)
         self._position = Position()
         width = VOTE_WIDTH + len(self._parts.silent)
-        ballots = ballots_for(group, self._node, width, config.peer.interface)
+        ballots = ballots_for(group, self._node, width, config.peer.device)
         job.enter(ballots, slots, lambda: self.version, self._parts.silent)
         self._agreement, self._reports = job.agreement, job.reports
         self._resources, self._pool = job.resources, job.pool

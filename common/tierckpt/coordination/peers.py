@@ -66,7 +66,7 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
 
     scheme = Scheme.parse(config.peer.redundancy)
     try:
-        return plan_groups(topology.domains, scheme, config.peer.group_size), ""
+        return plan_groups(topology.domains, scheme), ""
     except TooFewDomainsError as error:
         if not any(group.all_gather_object(_has_run_before(config))):
             raise
@@ -218,7 +218,7 @@ class PeerSetup:
         agent = self._agent
         return ListenSettings(
             secret,
-            self._config.interface,
+            self._config.device,
             self._config.port,
             self.towards,
             ServedPlaces(agent.settings.root, agent.settings.folder, agent.session.directory),

@@ -33,7 +33,7 @@ from .error_barrier import gather_or_raise, raise_any
 from .proof_order import redirected
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
-OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port", "export"))
+OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "export"))
 """Settings that may differ between ranks: a disk's path may contain the node's name."""
 
 

@@ -497,20 +497,20 @@ def interface(subject: Subject) -> Iterator[Finding]:
         return
     text = f"peers use {host}" + (f" on {ours.name}, {ours.speed}" if ours else "")
     faster = [each for each in found if ours is not None and _is_faster(each, ours)]
-    if faster and not subject.config.peer.interface:
+    if faster and not subject.config.peer.device:
         best = max(faster, key=lambda each: each.mbits or 0)
         kind_name = "Infiniband" if best.is_infiniband else "an interface"
         text = f"{text}; {best.name} is up, {kind_name} of {best.speed}"
         cure = f"if it leads to all nodes: TIERCKPT_PEER_INTERFACE={best.name}"
         yield warning("interface", text, cure)
     else:
-        chosen = " (peer_interface)" if subject.config.peer.interface else ""
+        chosen = " (peer_interface)" if subject.config.peer.device else ""
         yield good("interface", f"{text}{chosen}")
 
 
 def _own_host(subject: Subject) -> str:
     """The address that this node's agent would listen at. Raises ConfigError."""
-    chosen = subject.config.peer.interface
+    chosen = subject.config.peer.device
     if chosen or subject.towards:
         return own_host(chosen, subject.towards or "localhost")
     try:

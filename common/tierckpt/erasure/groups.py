@@ -25,7 +25,13 @@ GROUP_SIZE = 8
 MAX_MEMBERS = 128
 """Largest group size for partner and xor; left-over ranks may make a group half as large again."""
 
-FORMS = "none, partner, partner <copies>, xor, rs <k>+<m>"
+_OF = r"(?:\s+of\s+(\d{1,6}))?"
+"""Part of a scheme's text."""
+
+FORMS = (
+    "none, partner, partner <copies>, xor, rs <k>+<m>; for groups of n members: partner of <n>, "
+    "partner <copies> of <n>, xor of <n>"
+)
 
 
 class TooFewDomainsError(ConfigError):
@@ -45,6 +51,8 @@ class Scheme(Struct, frozen=True):
     """Data segments of a row; 0 for xor, where it is the group's size less one."""
     m: int = 0
     """Number of lost members that any group survives, whichever they are."""
+    size: int = GROUP_SIZE
+    """Wanted members of a group; for rs they are k + m."""
 
     @staticmethod
     def parse(text: str) -> Scheme:
@@ -52,10 +60,10 @@ class Scheme(Struct, frozen=True):
         words = text.strip().lower()
         if words == "none":
             return Scheme("none")
-        if words == "xor":
-            return Scheme("xor", 0, 1)
-        if match := re.fullmatch(r"partner(?:\s+([1-9]\d*))?", words):
-            scheme = Scheme("partner", 1, int(match[1] or 1))
+        if match := re.fullmatch(rf"xor{_OF}", words):
+            scheme = Scheme("xor", 0, 1, int(match[1] or GROUP_SIZE))
+        elif match := re.fullmatch(rf"partner(?:\s+([1-9]\d*))?{_OF}", words):
+            scheme = Scheme("partner", 1, int(match[1] or 1), int(match[2] or GROUP_SIZE))
         elif match := re.fullmatch(r"rs\s+([1-9]\d*)\s*\+\s*([1-9]\d*)", words):
             scheme = Scheme("rs", int(match[1]), int(match[2]))
         else:
@@ -65,7 +73,16 @@ class Scheme(Struct, frozen=True):
                 f"the redundancy {text!r} has {scheme.least} segments a row; at most "
                 f"{MAX_SYMBOLS} are possible, so use smaller numbers"
             )
+        scheme.check_size(scheme.size)
         return scheme
+
+    def check_size(self, members: int) -> None:
+        """Raises ConfigError for groups that the scheme does not allow."""
+        if self.name != "rs" and not self.least <= members <= MAX_MEMBERS:
+            raise ConfigError(
+                f"the group size is {members}; {self} takes {self.least} to {MAX_MEMBERS}; set one "
+                "in this range"
+            )
 
     def __str__(self) -> str:
         if self.name == "rs":
@@ -90,7 +107,7 @@ class RedundancyGroup(Struct, frozen=True):
 
 
 def plan_groups(
-    domains: Sequence[str], scheme: Scheme, group_size: int = GROUP_SIZE
+    domains: Sequence[str], scheme: Scheme, group_size: int = 0
 ) -> tuple[RedundancyGroup, ...]:
     """Put every rank in exactly one group; `domains[r]` is the failure domain of rank r.
 
@@ -100,11 +117,11 @@ def plan_groups(
     the order of ranks, where launchers put neighbours in a rack next to each other.
 
     The number of groups brings their size nearest to the requested one, which is k + m for rs and
-    `group_size` for the others. Left-over ranks are spread over all groups: none is more than a
-    half larger, and none more than a third smaller unless the job is small or its ranks crowd in
-    one domain. A group of rs is never smaller than k + m, so that its code, its cost, and the
-    promise to survive any m losses are exactly the requested ones (`codes` explains a ring longer
-    than k + m); in a job of less than 2 (k + m) ranks the one group takes them all.
+    `group_size` (0: the scheme's) for the others. Left-over ranks are spread over all groups: none
+    is more than a half larger, and none more than a third smaller unless the job is small or its
+    ranks crowd in one domain. A group of rs is never smaller than k + m, so that its code, its
+    cost, and the promise to survive any m losses are exactly the requested ones (`codes` explains a
+    ring longer than k + m); in a job of less than 2 (k + m) ranks the one group takes them all.
 
     Every rank of a group stores the same amount; a node, in proportion to its ranks. O(n).
 
@@ -113,12 +130,9 @@ def plan_groups(
     """
     if scheme.name == "none" or not domains:
         return ()
-    if not scheme.least <= group_size <= MAX_MEMBERS and scheme.name != "rs":
-        raise ConfigError(
-            f"the group size is {group_size}; {scheme} takes {scheme.least} to {MAX_MEMBERS}; "
-            "set one in this range"
-        )
-    wanted = scheme.least if scheme.name == "rs" else group_size
+    size = group_size or scheme.size
+    scheme.check_size(size)
+    wanted = scheme.least if scheme.name == "rs" else size
     members = _by_domain(domains)
     fullest = max(len(ranks) for ranks in members.values())
     most = len(domains) // scheme.least

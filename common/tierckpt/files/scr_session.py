@@ -197,8 +197,8 @@ def _redundancy(scheme: str, number: Mapping[str, float], nodes: int) -> dict[st
     if scheme == "SINGLE" or _too_few(scheme, number, nodes):
         return {"peer_redundancy": "none"}
     if scheme == "RS":
-        return {"peer_redundancy": f"rs {size - failures}+{failures}", "peer_group_size": size}
-    return {"peer_redundancy": scheme.lower(), "peer_group_size": size}
+        return {"peer_redundancy": f"rs {size - failures}+{failures}"}
+    return {"peer_redundancy": f"{scheme.lower()} of {size}"}
 
 
 def _too_few(scheme: str, number: Mapping[str, float], nodes: int) -> str:

@@ -369,7 +369,7 @@ class JournalCopies:
             return
         self._keeper, self._ward = found
         try:
-            host = own_host(config.peer.interface, peers.towards)
+            host = own_host(config.peer.device, peers.towards)
             self._receiver = SmallStateReceiver(host, self._ward, self._secret)
         except (ConfigError, OSError) as error:
             reports.notice(DEAF.format(ward=self._ward, why=error), logging.WARNING)

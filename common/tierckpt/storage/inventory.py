@@ -57,8 +57,8 @@ def take_inventory(
     is enough that one rank reads that). Reads manifests only. Any failure is reported in `unseen`
     and raises nothing, because the other ranks wait for this rank's inventory.
 
-    `mirrors`: directories on second disks of this machine (see `tierckpt.stages`). The persistent
-    level has `patience_seconds` to answer; `say` is called when that takes long."""
+    `mirrors`: directories on second disks of this machine (see `tierckpt.stages`). They and the
+    persistent level have `patience_seconds` to answer; `say` is called when that takes long."""
     found: list[Found] = []
     problems: list[Problem] = []
     unseen: list[Problem] = []
@@ -77,7 +77,9 @@ def take_inventory(
         keys = look_at_local(store, disk, found, problems, unseen)
     for directory in mirrors:
         second = Location("mirror", host, str(directory))
-        keys = [*keys, *look_at_local(LocalStore(directory), second, found, problems, unseen)]
+        with _noting_errors(second, unseen):
+            answers.ensure(str(directory.parent), patience_seconds, say)
+            keys = [*keys, *look_at_local(LocalStore(directory), second, found, problems, unseen)]
     with _noting_errors(disk, unseen):
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()

@@ -204,7 +204,7 @@ def leave_in_memory(place: Place) -> str:
 
 def come_back_apart(place: Place, port: int) -> dict[str, Any]:
     """The first node's agent cannot have its port."""
-    return come_back(place, "ab", **({"peer_port": port} if rank() == 0 else {}))
+    return come_back(place, "ab", **({"peer_interface": f"lo:{port}"} if rank() == 0 else {}))
 
 
 def test_former_nodes_are_found_after_a_run_of_agents_that_did_not_meet(

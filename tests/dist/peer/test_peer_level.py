@@ -96,8 +96,8 @@ def test_the_losses_that_the_scheme_covers_are_restored_bit_for_bit(
 
 def groups_of_parity(place: Place) -> list[tuple[int, ...]]:
     """The groups of the parity on this node, after a version; two nodes are in a rack."""
-    own = {"peer_group_size": 2, "peer_domain": f"rack{rank() // 2}"}
-    attached = attach(make_job(), place, **settings("xor"), **own)
+    own = {"peer_domain": f"rack{rank() // 2}"}
+    attached = attach(make_job(), place, **settings("xor of 2"), **own)
     protected_at(0, attached)
     store = LocalStore(attached.ckpt.config.directory)
     found = [ParityManifest.decode(store.read_manifest(key)).group for key in store.parities()]

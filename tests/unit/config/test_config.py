@@ -243,10 +243,12 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("overhead_budget", 1.0),
         ("overhead_budget", 3),
         ("overhead_budget", math.nan),
-        ("peer_group_size", -3),
-        ("peer_group_size", 1),
-        ("peer_port", -1),
-        ("peer_port", 65536),
+        ("peer_redundancy", "xor of 1"),
+        ("peer_redundancy", "xor of -3"),
+        ("peer_redundancy", "rs 4+2 of 8"),
+        ("peer_interface", "eth0:65536"),
+        ("peer_interface", "eth0:-1"),
+        ("peer_interface", "[fd00::5"),
         *((name, value) for name in WAITS for value in (-1.0, math.inf, math.nan, 4e7)),
     ],
 )
@@ -333,3 +335,21 @@ def test_an_option_of_a_directory_must_be_true_or_false(option: str, path: str) 
     found = load_config({"persistent_path": path, STORAGE_OPTIONS: given}, {})
     assert found.persistent.options() == given
     load_config({"persistent_path": "own://place", STORAGE_OPTIONS: {option: "its own"}}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "port"),
+    [
+        ("", "", 0),
+        ("ib0", "ib0", 0),
+        ("ib0:29400", "ib0", 29400),
+        (" :29400 ", "", 29400),
+        ("10.0.0.5:29400", "10.0.0.5", 29400),
+        ("fd00::5", "fd00::5", 0),
+        ("[fd00::5]", "fd00::5", 0),
+        ("[fd00::5]:65535", "fd00::5", 65535),
+    ],
+)
+def test_an_interface_may_have_a_port(given: str, device: str, port: int) -> None:
+    peer = load_config({"peer_interface": given}, {}).peer
+    assert (peer.device, peer.port) == (device, port)

@@ -265,3 +265,18 @@ def test_a_node_is_called_by_its_name_not_by_its_boot() -> None:
         assert not boot_id() or boot_id() not in str(caught.value)
     with pytest.raises(TooFewDomainsError, match="'rack/7'"):
         plan_groups(["rack/7"] * 2, Scheme.parse("xor"), 8)
+
+
+def test_a_scheme_may_say_how_large_its_groups_are() -> None:
+    domains = [str(rank) for rank in range(12)]
+    for form, sizes in {
+        "xor of 4": [4, 4, 4],
+        "partner of 6": [6, 6],
+        "partner 2 of 3": [3, 3, 3, 3],
+        "XOR  of  12": [12],
+    }.items():
+        groups = plan_groups(domains, Scheme.parse(form))
+        assert [len(group.ranks) for group in groups] == sizes
+    for form in ("xor of", "xor of 1", "partner 2 of 2", "rs 4+2 of 8", "none of 4", "xor of 129"):
+        with pytest.raises(ConfigError, match=r"group size is|valid: none"):
+            Scheme.parse(form)

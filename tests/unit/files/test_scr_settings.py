@@ -41,7 +41,7 @@ def test_variables_win_and_defaults_are_those_of_scr() -> None:
     assert found.advises
     assert not settings({}, {}, 4).advises
     of = found.of_files
-    assert (of["peer_redundancy"], of["peer_group_size"]) == ("xor", 4)
+    assert of["peer_redundancy"] == "xor of 4"
     assert (of["local_keep_last"], of["persistent_every_steps"]) == (1, 10)
     assert of["path"].startswith("/dev/shm/")
 
@@ -52,7 +52,7 @@ def test_variables_win_and_defaults_are_those_of_scr() -> None:
         ({"SCR_COPY_TYPE": "RS"}, 8, "rs 6+2"),
         ({"SCR_COPY_TYPE": "rs", "SCR_SET_SIZE": "4", "SCR_SET_FAILURES": "1"}, 3, "rs 2+1"),
         ({"SCR_COPY_TYPE": "RS"}, 2, "none"),
-        ({"SCR_COPY_TYPE": "PARTNER"}, 2, "partner"),
+        ({"SCR_COPY_TYPE": "PARTNER"}, 2, "partner of 2"),
         ({}, 1, "none"),
         ({"SCR_COPY_TYPE": "SINGLE"}, 8, "none"),
     ],
