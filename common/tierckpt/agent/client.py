@@ -23,17 +23,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec import to_builtins
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from tierckpt._children import child_command, child_environment
 from tierckpt._text import error_text, some
 from tierckpt.core.decisions import StallTimeout
-from tierckpt.core.levels import LOCAL, PEER, PERSISTENT
+from tierckpt.core.levels import LOCAL, PEER, PERSISTENT, RANK
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.slots import Slot
 
@@ -75,12 +75,8 @@ from .protocol import (
     AskProgress,
     Bye,
     Commit,
-    CommitFailed,
-    Committed,
     Finished,
     Flush,
-    Flushed,
-    FlushFailed,
     FlushOrder,
     Forward,
     Hello,
@@ -91,23 +87,24 @@ from .protocol import (
     ListenFailed,
     Listening,
     ListenSettings,
+    NotStored,
     Outdated,
     PacketJoiner,
     PartySettings,
     Problem,
     Progress,
     Protect,
-    Protected,
-    ProtectFailed,
     Retire,
     SessionSettings,
     ShuttingDown,
     Staged,
     StageFailed,
+    Stored,
     TaskStatus,
     TrainerMessage,
     Unwelcome,
     Welcome,
+    failed,
     version_of,
 )
 from .status import AGENT, StallWatch
@@ -532,6 +529,21 @@ LOOK_SECONDS = 5.0
 """Interval of requests for the progress of flushes, while the trainer waits for them."""
 
 
+class _Ordered(Struct, eq=False):
+    """An order in progress."""
+
+    message: TrainerMessage
+    slot: Slot | None = None
+    """The slot that a commit reads."""
+
+    @property
+    def id(self) -> VersionId:
+        """The version."""
+        found = version_of(self.message)
+        assert found is not None
+        return found
+
+
 class AgentClient:
     """One rank's connection to its node's agent; a dead agent is replaced by the next commit."""
 
@@ -550,14 +562,11 @@ class AgentClient:
         self.session = session
         self._connection = AgentConnection(settings, session, self, inline, environment, may_start)
         self._lock = self._connection.lock
-        self._pending: dict[VersionId, tuple[ShardKey, Slot]] = {}
+        self._orders: dict[tuple[str, VersionId], _Ordered] = {}
+        """Orders in progress, by level or stage, and version."""
         self._retried: set[VersionId] = set()
         """Commits that were handed over again after an agent ended. If the next agent ends as well,
         they are the likely cause, and fail."""
-        self._flushing: dict[VersionId, FlushOrder] = {}
-        self._protecting: set[VersionId] = set()
-        self._forwarding: set[tuple[VersionId, str]] = set()
-        """Versions on their way to a stage of the setting, with that stage."""
         self._introduction: tuple[Listen, Introduce] | None = None
         """Messages for a new agent: the agents of other nodes."""
         self._inherit: Inherit | None = None
@@ -616,9 +625,14 @@ class AgentClient:
             return ""
 
     def _hand_over(self, key: ShardKey, slot: Slot) -> None:
-        self._pending[key.id] = key, slot
-        segment = str(slot.path) if slot.path else None
-        self._connection.send(Commit(key, segment), [] if slot.path else [slot.fd])
+        message = Commit(key, str(slot.path) if slot.path else None)
+        self._orders[LOCAL, key.id] = _Ordered(message, slot)
+        self._connection.send(message, [] if slot.path else [slot.fd])
+
+    def _order(self, where: str, id_: VersionId, message: TrainerMessage) -> None:
+        """With the lock held."""
+        self._orders[where, id_] = _Ordered(message)
+        self._connection.send(message)
 
     def retire(
         self,
@@ -640,8 +654,7 @@ class AgentClient:
         One call for the whole node. If the agent dies before the end, its successor does it.
         """
         with self._lock:
-            self._flushing[order.id] = order
-            self._connection.send(Flush(order))
+            self._order(PERSISTENT, order.id, Flush(order))
 
     def protect(self, version: VersionId, lost: Collection[int] | None = None) -> None:
         """Order parity for a version from the agents of all nodes. One call for the whole node.
@@ -649,16 +662,15 @@ class AgentClient:
         `lost`: shards without parity, if only their parity is to be made.
         """
         with self._lock:
-            self._protecting.add(version)
-            self._connection.send(Protect(version, None if lost is None else tuple(sorted(lost))))
+            message = Protect(version, None if lost is None else tuple(sorted(lost)))
+            self._order(PEER, version, message)
 
     def forward(self, version: VersionId) -> None:
         """Order all stages of the setting to take in a version complete on all local levels. One
         call for the whole node."""
         with self._lock:
             for stage in self.session.stages:
-                self._forwarding.add((version, stage))
-                self._connection.send(Forward(version, stage))
+                self._order(stage, version, Forward(version, stage))
 
     def introduce(
         self, where: ListenSettings, parties: Iterable[PartySettings], known_nodes: KnownNodes
@@ -706,13 +718,11 @@ class AgentClient:
     def under_way(self) -> dict[str, list[VersionId]]:
         """Versions that the agent has yet to bring to a stage after the local level, or to give up;
         by level or stage, where there are any."""
-        known: dict[str, set[VersionId]] = {
-            PEER: {*self._protecting},
-            PERSISTENT: {*self._flushing},
-        }
-        for id_, stage in [*self._forwarding]:
-            known.setdefault(stage, set()).add(id_)
-        return {level: sorted(versions) for level, versions in known.items() if versions}
+        found: dict[str, list[VersionId]] = {}
+        for where, id_ in sorted([*self._orders], key=lambda at: (RANK.get(at[0], len(RANK)), at)):
+            if where != LOCAL:
+                found.setdefault(where, []).append(id_)
+        return found
 
     def behind(self) -> list[str]:
         """Levels and stages after the local level with a version on its way there."""
@@ -720,24 +730,24 @@ class AgentClient:
 
     def busy(self) -> int:
         """Number of commits in progress."""
-        return len(self._pending)
+        return len(self.committing())
 
     def committing(self) -> list[VersionId]:
         """Versions that the agent has neither committed nor given up."""
-        return sorted(self._pending)
+        return sorted(id_ for where, id_ in [*self._orders] if where == LOCAL)
 
     def concerns(self, id_: VersionId) -> bool:
         """True if an order for the version is in progress, or its answer was not polled yet."""
         with self._lock:
-            known = (*self._pending, *self._protecting, *self._flushing)
+            known = (id_ for _, id_ in self._orders)
             return id_ in (*known, *map(version_of, self._received))
 
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
-        if not self._pending:
+        if not self._orders:
             return set()
         with self._lock:
-            return {slot.name for _, slot in self._pending.values()}
+            return {each.slot.name for each in self._orders.values() if each.slot is not None}
 
     def poll(self, awaited: bool = False) -> list[AgentMessage]:
         """The agent's messages since the last call, and what is known to hang. Never blocks.
@@ -746,8 +756,7 @@ class AgentClient:
         `awaited`: other ranks of the job wait for their agents, perhaps for this one."""
         now = time.monotonic()
         with self._lock:
-            at_stages = self._protecting or self._flushing or self._forwarding
-            idle = not (self._pending or at_stages)
+            idle = not self._orders
             if not (idle and now - self._polled_seconds < IDLE_SECONDS):
                 self._polled_seconds = now
                 self._connection.look()
@@ -798,7 +807,7 @@ class AgentClient:
         twice a second during the wait.
         """
         start = looked = time.monotonic()
-        while self._pending or (everything and self.behind()):
+        while self._orders if everything else self.busy():
             now = time.monotonic()
             with self._lock:
                 self._connection.look()
@@ -811,7 +820,7 @@ class AgentClient:
                 looked = now
                 on_look()
             time.sleep(poll_seconds)
-        return not self._pending and not (everything and self.behind())
+        return not (self._orders if everything else self.busy())
 
     def outlast(
         self,
@@ -872,51 +881,47 @@ class AgentClient:
                 self._progress_asked, self.flush_under_way = False, flush
                 self._quiet_replies.append((seconds, time.monotonic()))
                 return
-            case Committed(id=id_) | CommitFailed(id=id_):
-                self._pending.pop(id_, None)
-                self._retried.discard(id_)
-            case Protected(id=id_) | ProtectFailed(id=id_):
-                self._protecting.discard(id_)
-            case Flushed(id=id_) | FlushFailed(id=id_):
-                self._flushing.pop(id_, None)
+            case Stored(id=id_) | NotStored(id=id_):
+                self._orders.pop((message.level, id_), None)
+                if message.level == LOCAL:
+                    self._retried.discard(id_)
             case Staged(id=id_, stage=stage) | StageFailed(id=id_, stage=stage):
-                self._forwarding.discard((id_, stage))
+                self._orders.pop((stage, id_), None)
         self._received.append(message)
 
     def lost(self, reason: str) -> None:
-        """Report the loss, see `Owner`. A successor gets the same orders."""
-        again = {i: each for i, each in self._pending.items() if i not in self._retried}
-        for id_ in again:
-            del self._pending[id_]
+        """Report the loss, see `Owner`. A successor gets the same commits, unless they were handed
+        over again before, and the same flushes."""
+        commits = [each for each in self._orders.values() if isinstance(each.message, Commit)]
+        again = [each for each in commits if each.id not in self._retried]
+        flushes = [each for each in self._orders.values() if isinstance(each.message, Flush)]
         then = (
             "a new one commits the shards that it still had"
             if again
             else "the next commit starts a new one"
         )
         self._received.append(Problem(f"{reason}; {then}"))
-        self._fail_orders(reason)
-        for key, slot in again.values():
-            self._retried.add(key.id)
-            self._hand_over(key, slot)
+        self._fail_orders(reason, but=[*again, *flushes])
+        for each in flushes:
+            self._order(PERSISTENT, each.id, each.message)
+        for each in again:
+            assert isinstance(each.message, Commit)
+            assert each.slot is not None
+            self._retried.add(each.id)
+            self._hand_over(each.message.key, each.slot)
 
-    def _fail_orders(self, reason: str) -> None:
-        """Fail all commits and exchanges in progress; a successor does the flushes."""
-        self._received += [CommitFailed(id_, reason) for id_ in self._pending]
-        self._received += [ProtectFailed(id_, reason) for id_ in self._protecting]
-        self._received += [StageFailed(*each, reason) for each in sorted(self._forwarding)]
-        self._forwarding.clear()
-        self._retried.difference_update(self._pending)
-        self._pending.clear()
-        self._protecting.clear()
+    def _fail_orders(self, reason: str, but: Sequence[_Ordered] = ()) -> None:
+        """Answer all orders in progress with a failure, and forget them; those of `but` without."""
+        for each in self._orders.values():
+            if each not in but:
+                self._retried.discard(each.id)
+                self._received.append(failed(each.message, reason))
+        self._orders.clear()
         self._progress_asked = False
         self._connection.hang_up()
-        for order in self._flushing.values():
-            self._connection.send(Flush(order))
 
     def gave_up(self, reason: str) -> None:
         """Fail all orders, see `Owner`: nothing waits for a successor."""
-        self._received += [FlushFailed(id_, reason) for id_ in self._flushing]
-        self._flushing.clear()
         self._fail_orders(reason)
 
 

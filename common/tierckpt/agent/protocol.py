@@ -91,6 +91,7 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
+    "failed",
     "packets_of",
     "receive",
     "send",
@@ -661,6 +662,23 @@ def version_of(message: Message) -> VersionId | None:
             return id_
         case _:
             return None
+
+
+def failed(message: Message, error: str) -> AgentMessage:
+    """Return the answer to an order that failed, or that nobody will carry out."""
+    match message:
+        case Commit(key=key):
+            return CommitFailed(key.id, error)
+        case Flush(order=order):
+            return FlushFailed(order.id, error)
+        case Protect(id=id_):
+            return ProtectFailed(id_, error)
+        case Forward(id=id_, stage=stage):
+            return StageFailed(id_, stage, error)
+        case Listen():
+            return ListenFailed(error)
+        case _:
+            return Problem(error)
 
 
 _KINDS: dict[str, Any] = {

@@ -57,11 +57,9 @@ from .protocol import (
     Bye,
     Cleaned,
     Commit,
-    CommitFailed,
     Committed,
     Finished,
     Flush,
-    FlushFailed,
     Forward,
     Hello,
     Inherit,
@@ -76,11 +74,9 @@ from .protocol import (
     Problem,
     Progress,
     Protect,
-    ProtectFailed,
     Retire,
     SessionSettings,
     ShuttingDown,
-    StageFailed,
     Welcome,
 )
 from .status import Activity
@@ -246,7 +242,7 @@ class TrainerSession:
                 case _:
                     raise ValueError(f"{type(message).__name__} is no order for an agent")
         except Exception as error:
-            self.say(_failure(message, error_text(error)))
+            self.say(protocol.failed(message, error_text(error)))
 
     def _here(self, id_: VersionId) -> HostedOrder:
         settings = self.settings
@@ -451,23 +447,6 @@ def _file_of(path: str | int) -> tuple[int, int]:
     except FileNotFoundError:
         return (-1, -1)
     return (found.st_dev, found.st_ino)
-
-
-def _failure(message: Message, error: str) -> AgentMessage:
-    """The answer to an order that failed at its start."""
-    match message:
-        case Commit(key=key):
-            return CommitFailed(key.id, error)
-        case Flush(order=order):
-            return FlushFailed(order.id, error)
-        case Protect(id=id_):
-            return ProtectFailed(id_, error)
-        case Forward(id=id_, stage=stage):
-            return StageFailed(id_, stage, error)
-        case Listen():
-            return ListenFailed(error)
-        case _:
-            return Problem(error)
 
 
 ACCEPT_AGAIN_SECONDS = 0.1
