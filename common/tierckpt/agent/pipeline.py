@@ -147,12 +147,13 @@ class Stage(Generic[AnyOrder]):
                 self._thread = thread  # after the start: one that never ran could not be joined
                 self._note_progress()
             self.held.add(order.keys)
-            waiting = [each for each in self._orders if self._replaces(order, each[0])]
-            for older, answer_older in waiting:
-                self._orders.remove((older, answer_older))
-                self.held.discard(older.keys)
-                answer_older(self._failed(older, NEWER, superseded=True))
+            replaced = [each for each in self._orders if self._replaces(order, each[0])]
+            for older in replaced:
+                self._orders.remove(older)
+                self.held.discard(older[0].keys)
             self._orders.append((order, answer))
+        for older_order, answer_older in replaced:  # without the lock: a trainer may not read
+            answer_older(self._failed(older_order, NEWER, superseded=True))
 
     def busy(self) -> bool:
         """True while a version is in work or waits."""
