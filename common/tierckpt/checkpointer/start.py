@@ -63,7 +63,8 @@ from .shutdown import Finished
 if TYPE_CHECKING:
     from tierckpt.journal.replay import Replay
     from tierckpt.lineage.fork import Forked, ForkOrder, PartReport, Selection
-    from tierckpt.restore.session import LoadedVersion, RestoreSession
+    from tierckpt.restore.search import VersionSearch
+    from tierckpt.restore.session import LoadedVersion
     from tierckpt.restore.verification import VerifiedVersion
     from tierckpt.state.witness import Comparison
 
@@ -396,26 +397,26 @@ class Restart:
     ) -> Restored:
         """Restore the newest sound version, or this one, and the journal's steps after it; without
         a version as `fork` orders. Raises the errors of `Checkpointer.restore`."""
-        session, attempt = self._find(version, bar)
+        search, attempt = self._find(version, bar)
         most, unrepeated = (None if strict else 0), ""
-        if attempt is not None and session.version is None and not session.passed_over:
+        if attempt is not None and search.version is None and not search.passed_over:
             self._say_unused(attempt.plan.id, strict)
         while attempt is not None:
-            most = most if (session.version is None and not session.passed_over) else 0
+            most = most if (search.version is None and not search.passed_over) else 0
             with contextlib.closing(attempt), self._records_after(attempt, most) as replay:
-                loaded = self._load(session, attempt, strict, replay)
+                loaded = self._load(search, attempt, strict, replay)
                 if loaded is not None:
                     loaded.result.unrepeated = unrepeated
-                    return self._start_from(session, attempt, loaded)
+                    return self._start_from(search, attempt, loaded)
             # Steps could not be made again exactly: the version again, and the steps before them.
             assert replay is not None
             most, unrepeated = replay.exact, replay.unrepeated
-            session, attempt = self._find(version, bar)
-        return self._start_elsewhere(session, fork, strict, bar)
+            search, attempt = self._find(version, bar)
+        return self._start_elsewhere(search, fork, strict, bar)
 
     def _find(
         self, version: int | None, bar: Progress
-    ) -> tuple[RestoreSession, VerifiedVersion | None]:
+    ) -> tuple[VersionSearch, VerifiedVersion | None]:
         """Look for the version, read and verify it; None if there is no version at all."""
         start = time.perf_counter()
         levels = self._levels
@@ -423,46 +424,51 @@ class Restart:
         levels.agreement.even_out()  # the copier may wait for a vote
         error_barrier = ErrorBarrier(self._group)
         with error_barrier:
-            from tierckpt.restore.session import RestoreSession
+            from tierckpt.restore.loader import TensorPreallocator
+            from tierckpt.restore.search import VersionSearch
+            from tierckpt.restore.session import live_bytes
 
             self._complete()
             call(self._parts.pause)
             levels.agreement.void()
             levels.agent.wait(None, hopeless=lambda: True)
             levels.collect()
-            session = RestoreSession(
+            search = VersionSearch(
                 self._config,
                 error_barrier,
-                self._live.state,
                 levels.history,
                 levels.reports,
                 bar,
                 start,
                 levels.resources.left_elsewhere,
+                TensorPreallocator(self._live.state),
+                live_bytes(self._live.state),
             )
-        found = session.find(version, self._live.position.version)
-        if found is not None and session.version is None and not self._finished.asked:
+        found = search.find(version, self._live.position.version)
+        if found is not None and search.version is None and not self._finished.asked:
             with contextlib.ExitStack() as on_refusal:
                 on_refusal.callback(found.close)
                 with error_barrier:
                     self._finished.refuse(found.plan.id)
                 on_refusal.pop_all()
-        return session, found
+        return search, found
 
     def _load(
         self,
-        session: RestoreSession,
+        search: VersionSearch,
         attempt: VerifiedVersion,
         strict: bool,
         replay: Replay | None,
     ) -> LoadedVersion | None:
         """Load the version, and make the journal's steps after it again. None, on all ranks, if
         they could not be made exactly: the live state is torn then."""
-        load_adapter = self._live.adapter.load
+        from tierckpt.restore.session import load_found
+
+        state, load_adapter = self._live.state, self._live.adapter.load
         with _process.collector_paused():
             if replay is None:
-                return session.load(attempt, strict, load_adapter)
-            loaded = session.load(attempt, strict, _load_later)
+                return load_found(search, state, attempt, strict, load_adapter)
+            loaded = load_found(search, state, attempt, strict, _load_later)
             return replay.run(loaded, attempt.trouble, load_adapter)
 
     @contextlib.contextmanager
@@ -509,7 +515,7 @@ class Restart:
     # --- a run starts ---------------------------------------------------------------------------
 
     def _start_from(
-        self, session: RestoreSession, attempt: VerifiedVersion, loaded: LoadedVersion
+        self, search: VersionSearch, attempt: VerifiedVersion, loaded: LoadedVersion
     ) -> Restored:
         """Start a run with a loaded version. Raises StateTornError on all ranks if one of them
         cannot."""
@@ -519,10 +525,10 @@ class Restart:
         with error_barrier:
             self._continue_from(loaded.manifest.facts.lineage, loaded.result, error_barrier)
             all_finished(attempt, error_barrier)
-            self.went_back = session.went_back(attempt)
+            self.went_back = search.went_back(attempt)
             facts = loaded.manifest.facts
             self._finished.started_with(facts.run_id, facts.id.version)
-            session.settle_rollback(attempt)
+            search.settle_rollback(attempt)
             self._live.state.drop_gradients()  # left by an interrupted iteration
             mended = not self._config.uses(LOCAL) or repair(attempt, self._group, self._levels)
             if not mended:
@@ -531,10 +537,10 @@ class Restart:
             # up newer versions of an earlier run, or the journal of another number of ranks.
             self._schedule.requested |= self._parts.starts_with
             call(self._parts.found_versions)
-            return session.report(loaded.result)
+            return search.report(loaded.result)
 
     def _start_elsewhere(
-        self, session: RestoreSession, order: ForkOrder | None, strict: bool, bar: Progress
+        self, search: VersionSearch, order: ForkOrder | None, strict: bool, bar: Progress
     ) -> Restored:
         """Start this job, which has no version of its own, from a version of another job, if one
         was ordered; else from nothing. Raises as `_start_from`."""
@@ -544,7 +550,7 @@ class Restart:
         if forked is None:
             with ErrorBarrier(self._group) as error_barrier:
                 self._levels.meet(error_barrier)
-                return session.report(Restored(0))
+                return search.report(Restored(0))
         from tierckpt.restore.verification import all_finished
 
         self._levels.run_notes.fork = forked.result.forked_from
@@ -555,7 +561,7 @@ class Restart:
             self._live.state.drop_gradients()
             if self._config.uses(LOCAL):  # the source's version is held until then
                 self._schedule.requested = frozenset((MEMORY, LOCAL))
-            return session.report(forked.result)
+            return search.report(forked.result)
 
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
         """Start a run with the live state as it is, see `Handle.carry_on`."""

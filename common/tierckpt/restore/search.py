@@ -28,6 +28,7 @@ from tierckpt.core.branches import ROLLBACK_SETTING, Rollback, RollbackRequest, 
 from tierckpt.core.restore_plan import Location, distinct
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
 from tierckpt.storage import answers, job_directory
 from tierckpt.storage.claims import MAX_FOLDERS, siblings_of, user_name, words_for
@@ -338,13 +339,18 @@ class VersionSearch:
         bar: Progress,
         start_seconds: float,
         elsewhere: Collection[Path] = (),
+        new: TensorPreallocator | None = None,
+        live_bytes: int = 0,
     ) -> None:
         """Take the inventory of all levels: collective, in a block of `error_barrier`.
         `start_seconds` is when `restore()` was called, by `time.perf_counter()`. `elsewhere`: see
-        `NodeResources.left_elsewhere`."""
+        `NodeResources.left_elsewhere`. `new` and `live_bytes`, of the live state that the version
+        is for: see `RestoreContext.new` and `SpillPolicy`."""
         self._config, self._history, self._reports = config, history, reports
-        self._error_barrier = error_barrier
+        self.error_barrier = error_barrier
+        """The steps after `find` run in it, too."""
         self._start_seconds = start_seconds
+        self.new = new
         self.version: int | None = None
         """The version that was asked for."""
         self._requests: tuple[RollbackRequest, ...] = ()
@@ -367,14 +373,8 @@ class VersionSearch:
             self._notices.rejected,
             history.rollback_run,
         )
-        new, live_bytes = self._target()
         spill = SpillPolicy(Path(config.directory), live_bytes)
         self._context = RestoreContext(error_barrier, bar, self._open_store, new, spill)
-
-    def _target(self) -> tuple[TensorPreallocator | None, int]:
-        """The live state that the version is for, if there is one: see `RestoreContext.new`, and
-        `SpillPolicy.live_bytes`."""
-        return None, 0
 
     def _open_store(self, place: Location) -> FarStore:
         agent = self._history.open_agent(place)
@@ -394,7 +394,7 @@ class VersionSearch:
         fails by itself.
         """
         with contextlib.ExitStack() as on_failure:
-            with self._error_barrier, _process.collector_paused():
+            with self.error_barrier, _process.collector_paused():
                 if version is None and (requests := self._history.rollback_requests()):
                     self._requests, version = requests, requests[0].version
                 self.version = version
@@ -444,6 +444,25 @@ class VersionSearch:
             on_failure.callback(found.close)
         return found
 
+    def name_of(self, found: VerifiedVersion) -> str:
+        """The version's name in errors."""
+        return f"Version {found.plan.id} of the job in {self._config.directory}"
+
+    def report_loaded(self, manifest: Manifest, result: Restored, notices: Sequence[str]) -> None:
+        """Report the differences and the origin of a loaded version; `manifest` is this rank's."""
+        history, id_ = self._history, manifest.id
+        for text in notices:
+            self._reports.notice(text, logging.WARNING)
+        result.suspect = history.suspects.get(id_, result.suspect)
+        asked = self.version is not None
+        if result.suspect:
+            self._notices.suspicion(id_, result.suspect, asked)
+        if manifest.facts.job not in (history.job, ""):  # imported to a persistent_path: any job's
+            if "persistent" in result.levels:
+                self._notices.other_job(id_, manifest.facts.job)
+            elif not asked:
+                self._notices.other_path(id_, manifest.facts.job)
+
     def report(self, result: Restored) -> Restored:
         """Add the times and rejected copies to the result, and report it. The end of the restore:
         the inventory is dropped."""
@@ -470,7 +489,7 @@ class VersionSearch:
         """Store that the started run carried out the requests to go back, and report it;
         store the record of an earlier run where it is missing. Not collective: the run has no
         version before all ranks have come here."""
-        places = self._config, self._error_barrier.rank, self._history, self._reports
+        places = self._config, self.error_barrier.rank, self._history, self._reports
         if self._requests:
             record = self._history.went_back(self._requests)
             keep_rollback_record(*places)
@@ -506,7 +525,7 @@ class VersionSearch:
             "read it. Taking the inventory again",
             logging.INFO,
         )
-        self._history.look(self._error_barrier)
+        self._history.look(self.error_barrier)
         self._judge_inventory()
         self._candidates.look(self._history.found, self._history.parities)
         return self._candidates.still_there(failures)

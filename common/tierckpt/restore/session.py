@@ -6,28 +6,23 @@
 | plan | `Candidates.plan` | inventories without the copies that proved bad | a RestorePlan |
 | read | `verification.read` | the plan | this rank's ShareRead |
 | verify | `verification.verify` | all ranks' shares | a VerifiedVersion, or failures: plan again |
-| load | `load` | the version, the live state | a LoadedVersion |
+| load | `load_found` | the version, the live state | a LoadedVersion |
 | repair | `checkpointer.levels` | the version | whether it is whole again |
 
-`RestoreSession` runs the steps; up to the verified version it is a `VersionSearch`.
+`VersionSearch` runs the steps up to the verified version; `load_found` loads it.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from msgspec import Struct
 
 from tierckpt._text import error_text
-from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import ErrorBarrier
-from tierckpt.coordination.job_history import JobHistory
-from tierckpt.coordination.versions import Reports
 from tierckpt.errors import MAX_DIFFERENCES, StateMismatchError, StateTornError
 from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
@@ -35,72 +30,8 @@ from tierckpt.state import process_state
 from tierckpt.state.training_state import TrainingState
 
 from .loader import Loader, TensorPreallocator
-from .progress import Progress
 from .search import VersionSearch
 from .verification import VerifiedVersion
-
-
-class RestoreSession(VersionSearch):
-    """Runs one restore: constructor, `find`, `load` if `find` returned a version, `report`.
-
-    Only `load` changes the live state. See `VersionSearch`.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        error_barrier: ErrorBarrier,
-        state: TrainingState,
-        history: JobHistory,
-        reports: Reports,
-        bar: Progress,
-        start_seconds: float,
-        elsewhere: Collection[Path] = (),
-    ) -> None:
-        """As `VersionSearch`, for the live state `state`."""
-        self._state = state
-        super().__init__(config, error_barrier, history, reports, bar, start_seconds, elsewhere)
-
-    def _target(self) -> tuple[TensorPreallocator, int]:
-        self._new = TensorPreallocator(self._state)
-        return self._new, _live_bytes(self._state)
-
-    def load(
-        self, found: VerifiedVersion, strict: bool, load_adapter: Callable[[Any], None]
-    ) -> LoadedVersion:
-        """Load the version that `find` returned; the result reports the work done. Collective.
-
-        `load_adapter` receives the adapter's part; if it raises, the error is the version's
-        trouble. Raises the errors of the function `load`.
-        """
-        start = time.perf_counter()
-        name = f"Version {found.plan.id} of the job in {self._config.directory}"
-        loaded = load(self._state, found, self._error_barrier, strict, self._new, name=name)
-        try:
-            load_adapter(loaded.adapter)
-            self._report_loaded(loaded)
-            loaded.result.seconds["load"] = time.perf_counter() - start
-        except Exception as error:
-            found.fail(error)
-            self._state.torn = True
-        return loaded
-
-    def _report_loaded(self, loaded: LoadedVersion) -> None:
-        """Report the differences and the origin of a loaded version."""
-        history = self._history
-        for text in loaded.notices:
-            self._reports.notice(text, logging.WARNING)
-        manifest, result = loaded.manifest, loaded.result
-        id_ = manifest.id
-        result.suspect = history.suspects.get(id_, result.suspect)
-        asked = self.version is not None
-        if result.suspect:
-            self._notices.suspicion(id_, result.suspect, asked)
-        if manifest.facts.job not in (history.job, ""):  # imported to a persistent_path: any job's
-            if "persistent" in result.levels:
-                self._notices.other_job(id_, manifest.facts.job)
-            elif not asked:
-                self._notices.other_path(id_, manifest.facts.job)
 
 
 class LoadedVersion(Struct, frozen=True):
@@ -173,6 +104,32 @@ def load(
     return LoadedVersion(loader.manifest, result, notices, saved.get("adapter"))
 
 
+def load_found(
+    search: VersionSearch,
+    state: TrainingState,
+    found: VerifiedVersion,
+    strict: bool,
+    load_adapter: Callable[[Any], None],
+) -> LoadedVersion:
+    """Load the version that `search.find` returned; the result reports the work done. Collective.
+
+    `load_adapter` receives the adapter's part; if it raises, the error is the version's trouble.
+    Raises the errors of `load`.
+    """
+    start = time.perf_counter()
+    new, name = search.new, search.name_of(found)
+    assert new is not None
+    loaded = load(state, found, search.error_barrier, strict, new, name=name)
+    try:
+        load_adapter(loaded.adapter)
+        search.report_loaded(loaded.manifest, loaded.result, loaded.notices)
+        loaded.result.seconds["load"] = time.perf_counter() - start
+    except Exception as error:
+        found.fail(error)
+        state.torn = True
+    return loaded
+
+
 def _accepted(differences: Sequence[str]) -> list[str]:
     """The notices of differences that a rank alone has, or that rank 0 shows for all."""
     shown = [f"accepted (strict=False): {each}" for each in differences[:MAX_DIFFERENCES]]
@@ -193,11 +150,11 @@ def _finish(loader: Loader) -> str:
     return ""
 
 
-def _live_bytes(state: TrainingState) -> int:
+def live_bytes(state: TrainingState) -> int:
     """Bytes of the version's tensors that this rank already holds in memory."""
     walk = state.walk()
     tensors = [*walk.params, *walk.buffers, *(tensor for tensor, *_ in walk.state)]
     return sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu")
 
 
-__all__ = ["LoadedVersion", "RestoreSession", "load"]
+__all__ = ["LoadedVersion", "live_bytes", "load", "load_found"]

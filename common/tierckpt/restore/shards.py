@@ -418,7 +418,7 @@ class Failure(Struct, frozen=True):
     node: str = field(default_factory=socket.gethostname)
     """The node that met the failure."""
     gone: bool = False
-    """The copy does not exist (any more); there may be a newer version (see `RestoreSession`)."""
+    """The copy does not exist (any more); there may be a newer version (see `VersionSearch`)."""
     silent: bool = False
     """The agent that has the copy does not answer any request."""
 

@@ -44,7 +44,7 @@ BETWEEN_BROADCASTS = {
     *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
 """Functions where other ranks wait in a broadcast; calls inside these may fail."""
-FIRST = {"VersionSearch.find", "RestoreSession.load", "load"}
+FIRST = {"VersionSearch.find", "load_found", "load"}
 """Functions that are entered between two blocks of an error barrier."""
 AFTERWARDS = {"close", "forget", "drop_kept", "touch", "<lambda>"}
 FAILING = 1
