@@ -479,7 +479,17 @@ def _check_stages(config: Config) -> None:
             f"stages is {config.stages!r}, but no version goes to the local level, which stages "
             "read: set local_every_steps or local_every_seconds"
         )
-    for directory in stages.mirrors(config.stages, ""):
+    mirrors = stages.mirrors(config.stages, "")
+    if mirrors and config.local.codecs:
+        from tierckpt.codecs.codec import Pipeline
+
+        if Pipeline.of_setting(config.local.codecs, "local_codecs").hides:
+            raise ConfigError(
+                f"local_codecs is {config.local.codecs!r}, and stages is {config.stages!r}: a "
+                "mirror is not encrypted, so the second disk would have in the clear what the "
+                "first one encrypts. Drop one of the two"
+            )
+    for directory in mirrors:
         if str(directory) in (config.path, config.persistent.path):
             raise ConfigError(
                 f"stages is {config.stages!r}: {directory} is in use already as a level"

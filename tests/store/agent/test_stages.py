@@ -267,3 +267,12 @@ def test_a_wrong_one_is_refused_at_the_start(settings: dict[str, Any], error: st
         load_config(settings, {})
     assert str(refused.value).startswith("stages is ")
     assert error in str(refused.value)
+
+
+def test_a_mirror_does_not_keep_in_the_clear_what_the_disk_encrypts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TIERCKPT_ENCRYPTION_KEY", "ab" * 32)
+    load_config({"stages": "mirror /a", "local_codecs": "incremental"}, {})
+    with pytest.raises(ConfigError, match="the second disk would have in the clear"):
+        load_config({"stages": "mirror /a", "local_codecs": "aes-gcm"}, {})
