@@ -104,6 +104,7 @@ def redirected(config: Config) -> Config:
         halt_seconds_left=0.0,
         events_dir=str(order.folder / "events"),
         trace_dir="",
+        stages="",
         memory=MemoryConfig(),
         local=replace(
             config.local,

@@ -61,6 +61,7 @@ def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder)
         "memory_every_seconds": 5.0,
         "local_codecs": "zstd",
         "halt_seconds_left": 60.0,
+        "stages": "mirror /disk2",
     }
     config = redirected(load_config(given))
     places = (config.path, config.events_dir)
@@ -68,6 +69,7 @@ def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder)
     assert path_of(config.path) == "/data/{node}/ckpts"
     assert config.path.endswith("{node}")
     assert (config.job_id, config.trace_dir, config.persistent.path) == ("", "", "")
+    assert config.stages == ""
     assert (config.memory.every_steps, config.uses("local"), config.uses("peer")) == (
         (1, True, False)
     )
