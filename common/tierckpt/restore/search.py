@@ -25,11 +25,13 @@ from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.job_history import JobHistory, keep_rollback_record
 from tierckpt.coordination.versions import Reports
 from tierckpt.core.branches import ROLLBACK_SETTING, Rollback, RollbackRequest, nearest_version
+from tierckpt.core.levels import MEMORY, MIRROR
 from tierckpt.core.restore_plan import Location, distinct
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.restored import Restored
+from tierckpt.stages import mirrors
 from tierckpt.storage import answers, job_directory
 from tierckpt.storage.claims import MAX_FOLDERS, siblings_of, user_name, words_for
 from tierckpt.storage.inventory import open_persistent
@@ -143,16 +145,20 @@ class RestoreNotices:
             logging.INFO,
         )
 
-    def directory_emptied(self, id_: VersionId) -> None:
+    def directory_emptied(self, id_: VersionId, level: str) -> None:
         """Report that the disk has nothing any more: the directory may have been removed for a
-        fresh start."""
+        fresh start. `level`: memory, or a mirror."""
         if self._rank:
             return
-        directory, memory = self._config.directory, job_directory.job_directory(self._config).path
-        both = f"{shlex.quote(directory)} {shlex.quote(str(memory))}"
+        directory, job = self._config.directory, job_directory.job_directory(self._config)
+        others = [job.path, *mirrors(self._config.stages_here, job.job)]
+        where = others[0] if level == MEMORY else " and ".join(map(str, others[1:]))
+        every = " ".join(shlex.quote(str(each)) for each in (directory, *others))
+        what = "all of them" if others[1:] else "both"
         self._reports.notice(
-            f"{id_} was restored from memory ({memory}); {directory} is empty now. If it was "
-            f"emptied for a fresh start: end this job and remove both on every node: rm -r {both}",
+            f"{id_} was restored from {level} ({where}); {directory} is empty now. If it was "
+            f"emptied for a fresh start: end this job and remove {what} on every node: rm -r "
+            f"{every}",
             logging.WARNING,
         )
 
@@ -411,8 +417,10 @@ class VersionSearch:
                         self._judge_suspects(found.plan.id)
                         self._look_for_loss(found.plan.id)
                     self._history.reject(self._candidates.bad)
-                    if set(found.plan.levels) == {"memory"} and self._history.gone_from_disk():
-                        self._notices.directory_emptied(found.plan.id)
+                    near = {*found.plan.levels} <= {MEMORY, MIRROR}
+                    if near and self._history.gone_from_disk():
+                        level = MIRROR if MIRROR in found.plan.levels else MEMORY
+                        self._notices.directory_emptied(found.plan.id, level)
             on_failure.pop_all()
         return found
 

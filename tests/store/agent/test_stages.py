@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def test_a_lost_disk_costs_nothing(start: Start, tmp_path: Path, shm_dir: Path) 
     with start() as job:
         assert job.restore() == 4
         assert job.heard("restored")[0].level == "mirror"
+        (said,) = [event.message for event in job.heard("notice") if event.severity == WARNING]
+        assert said.startswith(f"v4 was restored from mirror ({tmp_path / 'disk2'}/")
+        assert "If it was emptied for a fresh start: end this job and remove all of them" in said
         assert job.fingerprint() == course[4]
         job.run(6)
         assert job.fingerprint() == course[6]
