@@ -22,6 +22,7 @@ from msgspec import structs
 from tests.dist.peer.test_peer_level import EARLIER, STEPS, protected_at
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tests.support.waiting import until
 from tierckpt.agent import AgentSettings
 from tierckpt.coordination import peers
 from tierckpt.peer import RemoteNode, remote_reads
@@ -178,6 +179,7 @@ def test_a_damaged_file_on_a_former_node_does_not_hide_a_sound_copy_in_memory(
 ) -> None:
     """Nor in the other direction."""
     before = ranks(3).run(save_and_leave, place)
+    until(lambda: not [*tmp_path.glob("*/ckpts/.*.p0*.tmp")])  # agents still make it
     for parity in tmp_path.glob("*/ckpts/*.p0*"):
         parity.unlink()
     (file,) = tmp_path.glob("a/ckpts/*.safetensors")

@@ -68,8 +68,7 @@ def attached(
             "MASTER_ADDR": network.address(0),
             "MASTER_PORT": "29500",
             "GLOO_SOCKET_IFNAME": "net0",
-            "TIERCKPT_PEER_INTERFACE": interface,
-            "TIERCKPT_PEER_PORT": str(port),
+            "TIERCKPT_PEER_INTERFACE": f"{interface}:{port}" if port else interface,
             "TIERCKPT_AGENT_LINGER_SECONDS": "0",
         }
         processes.append(
