@@ -15,6 +15,7 @@ version is how VELOC's engine is built.)
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from tierckpt._entry_points import load
 from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.ids import ShardKey, VersionId
@@ -33,8 +35,6 @@ __all__ = ["LocalVersion", "Named", "Stage", "StageCancelledError", "StageError"
 
 GROUP = "tierckpt.stages"
 MIRROR = "mirror"
-OURS = {MIRROR: "tierckpt.agent.mirror:Mirror"}
-"""Stages that come with Tierckpt, by name."""
 LEVELS = ("memory", "local", "peer", "agent", "persistent")
 """Names that events use for the levels themselves."""
 
@@ -165,19 +165,7 @@ def mirror_of(place: str, job: str) -> Path:
 
 
 def _maker(name: str) -> Callable[..., Any]:
-    from importlib.metadata import EntryPoint, entry_points  # slow to import
-
-    theirs = {point.name: point for point in entry_points(group=GROUP)}
-    ours = {known: EntryPoint(known, place, GROUP) for known, place in OURS.items()}
-    points = {**theirs, **ours}
-    if name not in points:
-        raise StageError(
-            f"the stage {name!r} is unknown; known are: {', '.join(sorted(points))}. If it comes "
-            "with a package, install that on every node"
-        )
-    try:
-        return points[name].load()  # type: ignore[no-any-return]
-    except Exception as error:  # a foreign package may raise anything at import
-        raise StageError(
-            f"the stage {name} ({points[name].value}) cannot be loaded: {error}"
-        ) from error
+    if name == MIRROR:
+        # By name: the settings check theirs, and know no agent.
+        return importlib.import_module("tierckpt.agent.mirror").Mirror  # type: ignore[no-any-return]
+    return load(GROUP, "stage", name, [MIRROR], StageError)

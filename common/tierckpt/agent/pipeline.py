@@ -141,7 +141,7 @@ class Stage(Generic[AnyOrder]):
             if self._cancelled:
                 raise RuntimeError(CANCELLED)
             if self._thread is None:
-                name = f"tierckpt-{self.level.split()[0]}"
+                name = f"tierckpt-{self.level}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 thread.start()  # RuntimeError: the limit of the system or container on threads
                 self._thread = thread  # after the start: one that never ran could not be joined
@@ -211,7 +211,7 @@ class Stage(Generic[AnyOrder]):
                     self._thread = None
                     break
                 order, answer = self._now = self._orders.popleft()
-                self._task = Task(self.level.partition(" ")[0], order.id)
+                self._task = Task(self.level, order.id)
             try:
                 said = self._store(order)
             finally:
@@ -241,7 +241,7 @@ class Hosted(Stage[HostedOrder]):
     def __init__(self, text: str, held: ShardGuard, on_idle: Callable[[], None]) -> None:
         """`text`: name and argument. Raises ConfigError."""
         (self._named,) = stages.parse(text)
-        super().__init__(str(self._named), held, on_idle)
+        super().__init__(self._named.name, held, on_idle)
         self._stage: stages.Stage | None = None
 
     def _store(self, order: HostedOrder) -> AgentMessage:
@@ -257,10 +257,10 @@ class Hosted(Stage[HostedOrder]):
         except BaseException as error:  # foreign code: its SystemExit ends no agent
             return self._failed(order, error_text(error), self._cancelled)
         seconds = time.perf_counter() - start
-        return Staged(order.id, self.level, version.stored_bytes, seconds)
+        return Staged(order.id, str(self._named), version.stored_bytes, seconds)
 
     def _failed(self, order: HostedOrder, error: str, superseded: bool = False) -> AgentMessage:
-        return StageFailed(order.id, self.level, error, superseded)
+        return StageFailed(order.id, str(self._named), error, superseded)
 
     def _replaces(self, order: HostedOrder, waiting: HostedOrder) -> bool:
         return order.directory == waiting.directory

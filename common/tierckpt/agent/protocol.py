@@ -549,18 +549,23 @@ class FlushFailed(NotStored, frozen=True):
     level = PERSISTENT
 
 
-class Staged(_Record, frozen=True):
-    """A stage of the setting is done with this node's part of a version."""
+class _OfStage(_Record, frozen=True):
+    """The result of a stage of the setting, for this node's part of a version."""
 
     id: VersionId
     stage: str
-    nbytes: int
-    write_seconds: float
 
     @property
     def level(self) -> str:
         """The stage, as a level."""
         return self.stage.partition(" ")[0]
+
+
+class Staged(_OfStage, frozen=True):
+    """The stage is done with it."""
+
+    nbytes: int
+    write_seconds: float
 
     @property
     def times_seconds(self) -> dict[str, float]:
@@ -568,18 +573,11 @@ class Staged(_Record, frozen=True):
         return {"write": self.write_seconds}
 
 
-class StageFailed(_Record, frozen=True):
-    """A stage of the setting did not do its work for a version."""
+class StageFailed(_OfStage, frozen=True):
+    """The stage did not do its work."""
 
-    id: VersionId
-    stage: str
     error: str
     superseded: bool = False
-
-    @property
-    def level(self) -> str:
-        """The stage, as a level."""
-        return self.stage.partition(" ")[0]
 
 
 class Listening(_Record, frozen=True):

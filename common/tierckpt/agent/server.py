@@ -767,7 +767,7 @@ class Agent:
         found = [(stage, *stage.status()) for stage in stages]
         waiting = Counter[str]()
         for stage, _, count in found:
-            waiting[stage.level.partition(" ")[0]] += count
+            waiting[stage.level] += count
         flushes = [stage for stage in stages if stage.level != PEER]
         return AgentStatus(
             os.getpid(),

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from tierckpt._entry_points import load
 from tierckpt._text import error_text
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.manifest import Buffer, Description, Parameter
@@ -242,21 +243,7 @@ def _class_of(name: str) -> Callable[..., Any]:
         except ImportError as error:
             raise CodecError(f"the codec {name} cannot be used here: {error}") from error
         return found
-    from importlib.metadata import entry_points  # slow to import
-
-    theirs = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in theirs:
-        known = ", ".join(sorted({*OURS, *WAYS_TO_REFER, *theirs}))
-        raise CodecError(
-            f"the codec {name!r} is unknown; known are: {known}. If it comes with a package, "
-            "install that on every node"
-        )
-    try:
-        return theirs[name].load()  # type: ignore[no-any-return]
-    except Exception as error:  # a foreign package may raise anything at import
-        raise CodecError(
-            f"the codec {name} ({theirs[name].value}) cannot be loaded: {error}"
-        ) from error
+    return load(GROUP, "codec", name, {*OURS, *WAYS_TO_REFER}, CodecError)
 
 
 def _parameter(text: str, setting: str) -> tuple[str, Parameter]:
