@@ -356,5 +356,7 @@ def test_a_store_of_somebody_elses_is_an_entry_point(
     assert (tmp_path / "place").is_dir()
     assert not store.backend.shared_writes
     assert store.versions() == []
-    with pytest.raises(ConfigError, match=r"broken:// \(no_such_package:It\) cannot be loaded"):
+    with pytest.raises(
+        ConfigError, match=r"backend broken \(no_such_package:It\) cannot be loaded"
+    ):
         PersistentStore("broken://place")

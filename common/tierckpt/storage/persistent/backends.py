@@ -14,11 +14,11 @@ import functools
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tierckpt import _faults
+from tierckpt import _entry_points, _faults
 from tierckpt._text import directory_of, is_url
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import PAGE_BYTES
@@ -48,9 +48,10 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
     if answers.is_silent(place):
         raise answers.NoAnswerError(place)
     if is_url(path):
-        make_backend = _entry_point(os.fspath(path))
+        scheme = os.fspath(path).partition("://")[0]
+        make_backend = _entry_points.find(GROUP, "backend", scheme, ConfigError)
         if make_backend is not None:
-            return make_backend(os.fspath(path), **storage_options)
+            return make_backend(os.fspath(path), **storage_options)  # type: ignore[no-any-return]
         return _of_url(os.fspath(path), **storage_options)
 
     try:
@@ -70,20 +71,6 @@ def _of_url(url: str, **storage_options: Any) -> Backend:
     from .object_stores import FsspecBackend
 
     return FsspecBackend(url, **storage_options)
-
-
-def _entry_point(url: str) -> Callable[..., Backend] | None:
-    from importlib.metadata import entry_points  # slow to import
-
-    scheme = url.partition("://")[0]
-    for point in entry_points(group=GROUP, name=scheme):
-        try:
-            return point.load()  # type: ignore[no-any-return]
-        except Exception as error:  # any error of another package's import
-            raise ConfigError(
-                f"{url}: the backend for {scheme}:// ({point.value}) cannot be loaded: {error}"
-            ) from error
-    return None
 
 
 STILL_READ = ".nfs"
