@@ -40,7 +40,7 @@ PLANTS = {
     ),
     "a rank votes before it is done": Plant(
         "coordination/agreement.py",
-        "state = DONE if id_ is None else known.get(id_, PENDING)",
+        "state = DONE if version is None else version.here(level)",
         "state = DONE",
     ),
     "the safe version is retired": Plant(

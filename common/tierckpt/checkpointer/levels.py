@@ -58,14 +58,13 @@ from tierckpt.core.levels import (
     MEMORY,
     PEER,
     PERSISTENT,
-    Level,
 )
 from tierckpt.core.restore_plan import Found, FoundParity, RestorePlan, distinct
 from tierckpt.core.retention import Best, Spared
+from tierckpt.core.version import Version
 from tierckpt.events import Callback, EventLog
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.records import VersionFacts
 from tierckpt.group import Group, Node
 from tierckpt.lineage.run_notes import RunNotes
 from tierckpt.restored import Restored
@@ -147,8 +146,6 @@ class Promotion:
         self._peers, self._history, self._order = peers, history, order
         self.backlog = backlog
         self.spared = spared or Spared()
-        self._to_flush: dict[VersionId, VersionFacts] = {}
-        """Versions that are to go to the persistent level when they are complete on local."""
         self.ordered: VersionId | None = None
         """The newest version that was handed over to be flushed."""
 
@@ -157,61 +154,50 @@ class Promotion:
         self._best.restart(self._history.metrics())
         self.backlog.restart()
 
-    def taken(self, facts: VersionFacts, levels: Collection[Level]) -> None:
-        """Record that a version is on its way to these levels."""
-        if PERSISTENT in levels:
-            self.flush_when_safe(facts)
-
-    def flush_when_safe(self, facts: VersionFacts) -> None:
-        """Flush this version to the persistent level when it is complete on local."""
-        self._to_flush[facts.id] = facts
-
-    def awaits(self, id_: VersionId) -> bool:
-        """True if the version is still to be flushed."""
-        return id_ in self._to_flush
-
-    def local_safe(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
+    def local_safe(self, version: Version, largest_bytes: int, metric: float | None) -> None:
         """Promote a version complete on all local levels, and retire older ones.
 
         `largest_bytes` is the size of its largest shard.
         """
-        self._best.add(safe, metric)
-        self.spared.whole(safe)
+        self._best.add(version.id, metric)
+        self.spared.whole(version.id)
         self.retire()
-        self.protect(safe)
+        self.protect(version)
         if self._order is not None:
-            self._agent.forward(safe)
-        self._flush(safe, largest_bytes, metric)
+            self._agent.forward(version.id)
+        self._flush(version, largest_bytes, metric)
 
     def retire(self) -> None:
         """Have the agent remove versions that are no longer needed. Called when one more version
         was found complete, or broken, on the local levels."""
         local, lineage = self._agreement.local, self._history.lineage
-        void = [id_ for id_ in local.broken if id_ not in local.open]  # open: it is tried again
+        opened = local.open  # it is tried again
+        void = [id_ for id_ in local.broken if id_ not in opened]
         # A version that peers can rebuild stays until they can rebuild a newer one.
         keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
         keep |= self.spared.versions
         self._agent.retire(local.safe, lineage, keep, void)
 
-    def protect(self, safe: VersionId) -> None:
+    def protect(self, version: Version) -> None:
         """Protect a version complete on all local levels: parity goes to other nodes."""
         if self._peers.ready:
-            self._agreement.open_later(PEER, safe)
-            if not self._peers.protect(safe):
-                self._agreement.tell(PEER, safe, DONE)
+            version.start(PEER)
+            if not self._peers.protect(version.id):
+                version.tell(PEER, DONE)
 
-    def _flush(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
-        facts = self._to_flush.pop(safe, None)
-        for id_ in [i for i in self._to_flush if i < safe]:
-            self._to_flush.pop(id_)  # it is broken
+    def _flush(self, version: Version, largest_bytes: int, metric: float | None) -> None:
+        facts, version.flush = version.flush, None
+        for older in self._agreement.versions.flying:
+            if older.id < version.id:
+                older.flush = None  # it is broken
         if facts is None:
             return
-        self.ordered = safe
+        self.ordered = version.id
         order = None
         if self._order is not None:
             facts = replace(facts, metric=metric)
             order = self._order(facts=facts, largest_bytes=largest_bytes)
-        self.backlog.add(safe, order)
+        self.backlog.add(version.id, order)
 
 
 class Backlog:
@@ -268,8 +254,7 @@ class Backlog:
             self.flush_last()
             return
         self._waiting = None
-        self._agreement.open_later(PERSISTENT, id_)
-        self._agreement.tell(PERSISTENT, id_, DONE)
+        self._agreement.versions.open(id_, [PERSISTENT]).tell(PERSISTENT, DONE)
         self._passed_over(id_.version, "this node's part of an older one is stuck: its store hangs")
 
     def advance(self) -> None:
@@ -284,9 +269,9 @@ class Backlog:
         if self._waiting is None:
             return
         (id_, order), self._waiting = self._waiting, None
-        self._agreement.open_later(PERSISTENT, id_)
+        version = self._agreement.versions.open(id_, [PERSISTENT])
         if order is None:
-            self._agreement.tell(PERSISTENT, id_, DONE)
+            version.tell(PERSISTENT, DONE)
         else:
             self._agent.flush(order)
 
@@ -366,7 +351,9 @@ class Tiers:
 
     def collect(self) -> None:
         """Process the agent's messages."""
-        awaited = bool(self.agreement.local.open or self.agreement.persistent.open)
+        awaited = False
+        for version in self.agreement.versions.flying:
+            awaited = awaited or LOCAL in version.open or PERSISTENT in version.open
         for message in self.agent.poll(awaited):
             self.reports.on_agent_message(message)
 
@@ -537,13 +524,13 @@ class SealedVersions:
         if found is Sealed.NOT:
             # A rank that has sealed it voids it: all shards of a version are of one step.
             self._pool.void(id_)
-            self._agreement.forget(id_)
+            self._agreement.versions.forget(id_)
         if found is Sealed.LIVE:
             assert manifest is not None
-            promotion = self._levels.promotion
-            if self._config.uses("persistent") and id_ != promotion.ordered:
-                promotion.flush_when_safe(manifest.facts)
-            self._commit(id_)
+            version = self._agreement.versions.open(id_, ())
+            if self._config.uses("persistent") and id_ != self._levels.promotion.ordered:
+                version.flush = manifest.facts
+            self._commit(version)
         return found
 
     def commit_as_it_is(self, id_: VersionId | None) -> bool:
@@ -557,16 +544,17 @@ class SealedVersions:
         if not all(self._group.all_gather_object(manifest is not None and manifest.key == key)):
             return False
         assert id_ is not None
-        self._commit(id_)
+        self._commit(self._agreement.versions.open(id_, ()))
         return True
 
-    def _commit(self, id_: VersionId) -> None:
+    def _commit(self, version: Version) -> None:
         """Commit a version that all ranks have in memory, unless it is on local or on its way."""
-        local, slot = self._agreement.local, self._pool.find(id_)
+        slot = self._pool.find(version.id)
         assert slot is not None
-        if self._config.uses("local") and id_ != local.safe and id_ not in local.open:
-            local.open.append(id_)
-            self._levels.slot_handoff.commit_sealed(id_, slot)
+        there = version.id == self._agreement.local.safe or LOCAL in version.open
+        if self._config.uses("local") and not there:
+            version.start(LOCAL)
+            self._levels.slot_handoff.commit_sealed(version, slot)
 
     def _look(self, slot: Slot | None, manifest: Manifest | None, is_live: IsLive) -> Sealed:
         """Compare the version in this rank's slot with the live state."""
@@ -582,13 +570,16 @@ class SealedVersions:
     def settle(self, id_: VersionId) -> None:
         """Agree on the result of this version; promote it if local had it before. Collective."""
         self._agreement.settle()
-        promotion = self._levels.promotion
-        if promotion.awaits(id_) and id_ == self._agreement.local.safe:  # was on local before
+        version = self._agreement.versions.find(id_)
+        waits = version is not None and version.flush is not None
+        if waits and id_ == self._agreement.local.safe:  # was on local before
+            assert version is not None
             slot = self._pool.find(id_)
             manifest = slot.manifest() if slot is not None else None
             facts = (manifest.image_bytes, manifest.facts.metric) if manifest else (0, None)
             gathered = self._group.all_gather_object(facts)
-            promotion.local_safe(id_, max(nbytes for nbytes, _ in gathered), gathered[0][1])
+            largest_bytes = max(nbytes for nbytes, _ in gathered)
+            self._levels.promotion.local_safe(version, largest_bytes, gathered[0][1])
 
     def commit_newest(self) -> bool:
         """Hand the newest version in memory to the agent, if the local level lacks it. Returns True
@@ -601,7 +592,8 @@ class SealedVersions:
         slot = self._pool.find(newest)
         if slot is None:  # removed by another process just now
             return False
-        self._levels.slot_handoff.commit_sealed(newest, slot)
+        version = self._agreement.versions.open(newest, ())
+        self._levels.slot_handoff.commit_sealed(version, slot)
         return True
 
 
@@ -629,12 +621,12 @@ def repair(attempt: VerifiedVersion, group: Group, levels: Tiers) -> bool:
     if not lacking and not parities:
         return True
     levels.peers.mend(id_, parities)
+    version = agreement.versions.open(id_, [LOCAL] if lacking else [])
     if not lacking:
-        levels.promotion.protect(id_)
+        levels.promotion.protect(version)
         return True
-    agreement.local.open.append(id_)
     if group.rank not in lacking:
-        agreement.tell(LOCAL, id_, DONE)
+        version.tell(LOCAL, DONE)
         return True
     protected = agreement.memory.protected()
     # Two slots with one version would leave none for the next.
@@ -644,11 +636,11 @@ def repair(attempt: VerifiedVersion, group: Group, levels: Tiers) -> bool:
             image, pinned = attempt.images[group.rank], levels.agent.pinned()
             slot = keep(image, levels.pool, protected, pinned)
     except (OSError, NoSlotError) as error:
-        agreement.tell(LOCAL, id_, BROKEN)
+        version.tell(LOCAL, BROKEN)
         text = f"the shard to repair cannot be kept in memory: {error}"
         levels.reports.not_committed_later(id_, text)
     else:
-        levels.slot_handoff.commit_sealed(id_, slot)
+        levels.slot_handoff.commit_sealed(version, slot)
     return True
 
 

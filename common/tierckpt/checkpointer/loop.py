@@ -37,8 +37,9 @@ from tierckpt.coordination.peers import Groups
 from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.versions import Reports, SlotHandoff
 from tierckpt.core.decisions import VOID, VOTE_WIDTH, EarlyEnd, Schedule, Vote
-from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, UNMEASURED, Level
+from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT, UNMEASURED, Level
 from tierckpt.core.parts import Boundary, Part, Parts, call
+from tierckpt.core.version import Version
 from tierckpt.events import Callback
 from tierckpt.format.ids import VersionId
 from tierckpt.format.records import VersionFacts
@@ -90,8 +91,6 @@ class Rounds:
         self._levels, self._agent, self._reports = levels, levels.agent, levels.reports
         self._last: tuple[VersionId, tuple[Level, ...]] | None = None
         """The version of the previous boundary, and the levels that it was to go to."""
-        self._void: set[VersionId] = set()
-        """Versions that are void on all ranks, and that no event is to report as lost."""
         self.has_lost = False
         """True after votes have broken a version; the reader sets it to False."""
 
@@ -102,31 +101,29 @@ class Rounds:
         agreed, broken = self._agreement.read()
         newly_apart = self._agreement.apart and not were_apart
         if (agreed.adapter == VOID or newly_apart) and self._last is not None:
-            void, take = self._last
+            id_, take = self._last
             self._schedule.requested |= frozenset(take)
-            if take and newly_apart:
-                self._break(void)
-            elif take:
-                self._void.add(void)
+            if (void := self._agreement.versions.find(id_)) is not None:
+                void.is_void = not newly_apart
+                if newly_apart:
+                    self._break(void)
         self._levels.promotion.backlog.advance()
         if broken is not None:
             self._report_broken(broken)
         self._levels.collect()
         return agreed
 
-    def _report_broken(self, id_: VersionId) -> None:
+    def _report_broken(self, version: Version) -> None:
         self.has_lost = True
-        if id_ in self._void:
-            self._void.remove(id_)
-        else:
-            self._reports.lost(id_.version, FAILED)
+        if not version.is_void:
+            self._reports.lose(version, FAILED)
 
-    def _break(self, id_: VersionId) -> None:
+    def _break(self, version: Version) -> None:
         """Void a version that ranks made in different iterations. All ranks know that now, and no
         rank has voted for it as complete."""
-        self._agreement.break_open(id_)
-        self._pool.void(id_)
-        self._reports.lost(id_.version, APART)
+        self._agreement.break_open(version.id)
+        self._pool.void(version.id)
+        self._reports.lose(version, APART)
 
     def decide(self, version: int, agreed: Vote, force: bool) -> tuple[Level, ...]:
         """The levels that the version goes to; none if it is not taken, all with `force`."""
@@ -156,7 +153,7 @@ class Rounds:
         `Parts.vote`."""
         newest, take = at.id, at.levels
         self._last = newest, take
-        has_room = self._pool.has_room(self._agreement.needed(), self._agent.pinned())
+        has_room = self._pool.has_room(self._agreement.versions.needed(), self._agent.pinned())
         writes = self._agent.busy() > 0
         if self._meter is not None:
             flushing = bool(self._agreement.persistent.open)
@@ -223,13 +220,13 @@ class ActiveSnapshot:
 
     def take(
         self,
+        version: Version,
         facts: VersionFacts,
         levels: tuple[str, ...],
         metric: Callable[[], float | None],
         adapter: Callable[[], Any],
     ) -> Snapshot | None:
-        """Copy the state that changes first into staging buffers; call `start` next. The version
-        must be in the ledgers.
+        """Copy the state that changes first into staging buffers; call `start` next.
 
         Returns None after a failure: the version is broken then, and the training continues.
         `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
@@ -238,14 +235,15 @@ class ActiveSnapshot:
             if (measured := metric()) is not None:
                 facts = replace(facts, metric=measured)
             choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
+            done = partial(self._handoff.done, version)
             with normal_mode():
-                return self.capture.take(facts, levels, adapter(), choose_slot, self._handoff.done)
+                return self.capture.take(facts, levels, adapter(), choose_slot, done)
         except Exception as error:
-            self._handoff.broken(facts.id)
-            self._reports.lost(facts.id.version, f"the state could not be captured: {error}")
+            self._handoff.broken(version)
+            self._reports.lose(version, f"the state could not be captured: {error}")
             return None
 
-    def start(self, snapshot: Snapshot, boundary_seconds: float) -> None:
+    def start(self, version: Version, snapshot: Snapshot, boundary_seconds: float) -> None:
         """Start the copy: now, or when the first layer is released.
 
         `boundary_seconds`: start of the version's boundary, by `time.perf_counter()`.
@@ -254,7 +252,7 @@ class ActiveSnapshot:
             taken(snapshot)
         snapshot.submit = self._copier.submit
         self.snapshot = snapshot  # from here on it is completed, even after an interrupt
-        self._handoff.started(snapshot)
+        self._handoff.started(version, snapshot)
         self._copier.expect(snapshot)
         if snapshot.starts_at_once or not self._pool.complete:
             snapshot.start()
@@ -276,7 +274,7 @@ class ActiveSnapshot:
                 self._handoff.starved()
             self.snapshot = None
         while self._handoff.finished:
-            self._report(self._handoff.finished.popleft())
+            self._report(*self._handoff.finished.popleft())
         self._reports.say()
 
     def complete(self) -> None:
@@ -306,10 +304,10 @@ class ActiveSnapshot:
         self.capture.close()
         self.snapshot = None
 
-    def _report(self, snapshot: Snapshot) -> None:
+    def _report(self, version: Version, snapshot: Snapshot) -> None:
         if snapshot.phase is Phase.FAILED:
             self.overwritten = self.overwritten or snapshot.overwritten
-            self._reports.lost(snapshot.facts.id.version, snapshot.error)
+            self._reports.lose(version, snapshot.error)
             return
         self._reports.sealed(snapshot)
         for sealed in self._parts.sealed:
@@ -563,15 +561,15 @@ class CheckpointerCore(abc.ABC):
         at.sound &= self._agreement.diverged is None and vote != VOID
         for decided in parts.decided:
             decided(at)
-        snapshot = self._open_snapshot(id_, at.levels, vote == VOID) if at.levels else None
+        taken = self._open_snapshot(id_, at.levels, vote == VOID) if at.levels else None
         # The votes about this boundary.
         self._rounds.vote(at, vote, parts.vote(at))
         # The next iteration starts.
         at.early = self._active.release_early
         for voted in parts.voted:
             voted(at)
-        if snapshot is not None:
-            self._active.start(snapshot, start)
+        if taken is not None:
+            self._active.start(*taken, start)
         self.adapter.boundary_passed(agreed.adapter)
         _milestones.reached(_milestones.BOUNDARY)
         for ends in parts.boundary_ends:
@@ -601,24 +599,26 @@ class CheckpointerCore(abc.ABC):
 
     def _open_snapshot(
         self, id_: VersionId, levels: tuple[Level, ...], void: bool
-    ) -> Snapshot | None:
+    ) -> tuple[Version, Snapshot] | None:
         """Start a version: capture the state that changes first. A failure breaks the version and
         not the training. With `void` the adapter rejects the version."""
         # First in the ledgers: even after a failure all ranks have the same list of versions.
-        self._agreement.open(id_, levels)
+        version = self._agreement.open(id_, levels)
         facts = self._facts(id_)
-        self._levels.promotion.taken(facts, levels)
+        if PERSISTENT in levels:
+            version.flush = facts
         if void:
-            self._levels.slot_handoff.broken(id_)
+            self._levels.slot_handoff.broken(version)
             return None
-        taken = self._active.take(facts, levels, self._live.measured, self._live.packed)
+        live = self._live
+        snapshot = self._active.take(version, facts, levels, live.measured, live.packed)
         if orphans := self._state.new_orphans():
             self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
         if renamed := self._state.new_renamed():
             self._reports.notice_of_all(RENAMED.format(names=some(renamed)))
         if heavy := self._state.optimizer_tree.new_heavy():
             self._reports.notice_of_all(HEAVY.format(names=heavy))
-        return taken
+        return None if snapshot is None else (version, snapshot)
 
     def _facts(self, id_: VersionId) -> VersionFacts:
         """The facts of a version of the current state, without the metric; equal on all ranks."""

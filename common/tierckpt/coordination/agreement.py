@@ -35,13 +35,11 @@ from tierckpt.core.levels import (
     PEER,
     PENDING,
     PERSISTENT,
-    REMEMBERED,
     UNMEASURED,
     CostEstimate,
-    Ledger,
     Level,
-    superseded_by,
 )
+from tierckpt.core.version import Version, Versions, superseded_by
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
@@ -63,7 +61,7 @@ class Agreement:
         group: Group,
         ballots: Ballots,
         config: Config,
-        on_local_safe: Callable[[VersionId, int, float | None], None],
+        on_local_safe: Callable[[Version, int, float | None], None],
         on_local_broken: Callable[[], None],
         on_slower_votes: Callable[[str], None] = lambda why: None,
         silent: tuple[int, ...] = (),
@@ -88,10 +86,6 @@ class Agreement:
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
         self._timed = any(self._every_seconds.values())
         """Some level takes versions by time."""
-        self._known: dict[Level, dict[VersionId, int]] = {level: {} for level in LEDGERS}
-        """State on this rank of the versions under way, by level."""
-        self._shards: dict[VersionId, tuple[int, float | None]] = {}
-        """Bytes and metric of this rank's shards on their way to local."""
         self.restart()
 
     def restart(
@@ -102,10 +96,10 @@ class Agreement:
     ) -> None:
         """Start with these versions as safe, after a restore; `broken` ones are on local disks.
         `ages_seconds`: the part of each level's interval that has already passed."""
-        self.ledgers = {level: Ledger(safe=safe.get(level)) for level in LEDGERS}
+        self.versions = Versions(safe, broken)
+        self.ledgers = self.versions.ledgers
         self.memory, self.local = self.ledgers[MEMORY], self.ledgers[LOCAL]
         self.peer, self.persistent = self.ledgers[PEER], self.ledgers[PERSISTENT]
-        self.local.broken = sorted(broken)[-REMEMBERED:]
         now = time.monotonic()
         self._since = {level: now - ages_seconds.get(level, 0.0) for level in INTERVALS}
         """Time when each level last took a version (monotonic)."""
@@ -123,35 +117,20 @@ class Agreement:
         self._patience_lost = False
         self._ballot = None
 
-    def open(self, id_: VersionId, levels: Iterable[Level]) -> None:
-        """Record that all ranks take a version to memory and to these levels."""
+    def open(self, id_: VersionId, levels: Iterable[Level]) -> Version:
+        """All ranks take a version to memory and to these levels."""
         levels = {MEMORY, *levels}
-        for level in AWAITED:
-            if level in levels:
-                self.ledgers[level].open.append(id_)
         self._since.update(dict.fromkeys(levels, time.monotonic()))
-
-    def open_later(self, level: Level, id_: VersionId) -> None:
-        """Record that all nodes bring a version from local to a level after it."""
-        self.ledgers[level].open.append(id_)
-
-    def forget(self, id_: VersionId) -> None:
-        """Forget an open version that will be taken again."""
-        for ledger in map(self.ledgers.__getitem__, AWAITED):
-            ledger.open = [i for i in ledger.open if i != id_]
+        return self.versions.open(id_, levels.intersection(AWAITED))
 
     def ask(self) -> None:
         """Request a checkpoint for the user; the next vote reports it to all ranks."""
         self._asked = True
 
     def tell(self, level: Level, id_: VersionId, state: int) -> None:
-        """Record this rank's state of a version (DONE, BROKEN). Any thread."""
-        self._known[level][id_] = state
-
-    def tell_shard(self, id_: VersionId, nbytes: int, metric: float | None) -> None:
-        """Record the size of this rank's shard of a version on its way to local, and the metric in
-        rank 0's manifest. Any thread."""
-        self._shards[id_] = (nbytes, metric)
+        """Record this rank's state of a version (DONE, BROKEN), if it is in flight. Any thread."""
+        if (version := self.versions.find(id_)) is not None:
+            version.tell(level, state)
 
     # --- voting --------------------------------------------------------------------------------
 
@@ -178,8 +157,8 @@ class Agreement:
             parts: see `Vote`; empty: they say nothing.
             own: integers of this rank that all ranks read, see `Ballots`.
         """
-        about = self._about(newest)
-        nbytes, metric = self._shard(about[LOCAL]) if LOCAL in about else (0, None)
+        about = self._about(newest) if self.versions.flying else {}
+        nbytes, metric = _shard(about[LOCAL]) if LOCAL in about else (0, None)
         vote = Vote(
             self._votes_about(about, busy, figures),
             no_request=int(not (self._asked or wanted)),
@@ -197,64 +176,64 @@ class Agreement:
             return
         self._cast(vote, newest, about, own)
 
-    def _about(self, newest: VersionId) -> dict[Level, VersionId]:
+    def _about(self, newest: VersionId) -> dict[Level, Version]:
         """Return, by level, the oldest open version with a state that can be known by now."""
-        found = {}
-        for level, ledger in self.ledgers.items():
-            if ledger.open and (old := [id_ for id_ in ledger.open if id_ != newest]):
-                found[level] = old[0]
+        found: dict[Level, Version] = {}
+        for version in self.versions.flying:
+            if version.id != newest:
+                for level in version.open:
+                    found.setdefault(level, version)
         return found
 
     def _votes_about(
-        self, about: Mapping[Level, VersionId], busy: Mapping[Level, bool], figures: CostEstimate
+        self, about: Mapping[Level, Version], busy: Mapping[Level, bool], figures: CostEstimate
     ) -> Mapping[Level, LevelVote]:
-        opened = self.memory.open or self.local.open or self.peer.open or self.persistent.open
-        if not (opened or self._timed or figures.levels or any(busy.values())):
+        if not (self.versions.flying or self._timed or figures.levels or any(busy.values())):
             return SILENT
-        now, votes = time.monotonic(), dict(SILENT)
+        opened, now, votes = set[Level](), time.monotonic(), dict(SILENT)
+        for version in self.versions.flying:
+            opened |= version.open
         for level in LEDGERS:
-            is_busy, id_ = busy.get(level, False), about.get(level)
-            reports = self.ledgers[level].open or is_busy or self._every_seconds.get(level)
+            is_busy = busy.get(level, False)
+            reports = level in opened or is_busy or self._every_seconds.get(level)
             if reports or level in figures.levels:
-                votes[level] = self._vote_about(level, id_, is_busy, now, figures)
+                votes[level] = self._vote_about(level, about.get(level), is_busy, now, figures)
         return votes
 
     def _vote_about(
         self,
         level: Level,
-        id_: VersionId | None,
+        version: Version | None,
         busy: bool,
         now_seconds: float,
         figures: CostEstimate,
     ) -> LevelVote:
-        opened, known = self.ledgers[level].open, self._known[level]
-        if opened and level.facts.one_at_a_time:  # this rank does not write a broken version
-            busy = busy or any(known.get(each) != BROKEN for each in opened)
-        state = DONE if id_ is None else known.get(id_, PENDING)
+        if level.facts.one_at_a_time:  # this rank does not write a broken version
+            busy = busy or any(each.here(level) != BROKEN for each in self.versions.on(level))
+        state = DONE if version is None else version.here(level)
         if level not in self._since:
             return LevelVote(state, int(not busy))
         every_seconds, cost = self._every_seconds[level], figures.levels.get(level, FREE)
         over = 0 < every_seconds <= now_seconds - self._since[level]
         return LevelVote(state, int(not busy), int(not over), -cost.us, -cost.steps)
 
-    def vote_again(self, version: int) -> list[VersionId]:
+    def vote_again(self, version: int) -> list[Version]:
         """Vote once for each open version at the boundary of `version`, on all ranks, to learn its
         outcome now; returns the memory versions that broke. A version not done on this rank counts
         as broken. Waits as `read`."""
-        broken: list[VersionId] = []
+        broken: list[Version] = []
         apart, together = self.apart, self.together  # these votes do not name an iteration
-        for _ in range(max(len(self.ledgers[level].open) for level in AWAITED)):
+        for _ in range(max(len(self.versions.on(level)) for level in AWAITED)):
             if self.diverged is not None:
                 break
-            opened = {level: self.ledgers[level].open for level in AWAITED}
-            about = {level: ids[0] for level, ids in opened.items() if ids}
-            nbytes, metric = self._shard(about.get(LOCAL))
-            states = {level: self._state(level, id_) or BROKEN for level, id_ in about.items()}
+            about = {level: found[0] for level in AWAITED if (found := self.versions.on(level))}
+            nbytes, metric = _shard(about.get(LOCAL))
+            states = {level: each.here(level) or BROKEN for level, each in about.items()}
             levels = {level: LevelVote(states.get(level, DONE)) for level in LEDGERS}
             metric_vote = as_vote(metric)
             vote = Vote(levels, less_bytes=-nbytes, metric=metric_vote, parts=self._silent)
-            newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
-            self._cast(vote, newest, about)
+            opened = self.memory.open
+            self._cast(vote, VersionId(opened[-1].generation if opened else 0, version), about)
             _, lost = self.read()
             broken += [lost] if lost else []
             self.apart, self.together = apart, together
@@ -264,34 +243,14 @@ class Agreement:
         self,
         vote: Vote,
         newest: VersionId,
-        about: dict[Level, VersionId],
+        about: dict[Level, Version],
         own: Sequence[int] = (),
     ) -> None:
         """Cast the vote; for `about` see `Ballot`."""
         self.turns += 1
         self._ballot = Ballot(self._ballots.all_reduce_min(vote.pack(), own), newest, about)
 
-    def _shard(self, local: VersionId | None) -> tuple[int, float | None]:
-        """Return the size and metric of this rank's shard of a version on its way to local."""
-        return (0, None) if local is None else self._shards.get(local, (0, None))
-
-    def _state(self, level: Level, id_: VersionId) -> int:
-        return self._known[level].get(id_, PENDING)
-
-    @property
-    def is_any_undecided(self) -> bool:
-        """True if `undecided` returns a version for some level."""
-        for level, ledger in self.ledgers.items():
-            for id_ in ledger.open:
-                if self._known[level].get(id_, PENDING) == PENDING:
-                    return True
-        return False
-
-    def undecided(self, level: Level) -> list[VersionId]:
-        """Return the open versions of a level without a reported state on this rank."""
-        return [id_ for id_ in self.ledgers[level].open if self._state(level, id_) == PENDING]
-
-    def read(self) -> tuple[Vote, VersionId | None]:
+    def read(self) -> tuple[Vote, Version | None]:
         """Return the agreement since the last boundary, and the memory version it broke, if any.
 
         Waits at most `patience_seconds`; then this rank is `diverged`.
@@ -319,32 +278,24 @@ class Agreement:
         self._patience_lost, self.apart = False, agreed.apart
         if not self.apart:
             self.together = ballot.newest
-        if not (ballot.about or self._shards or any(self._known.values())):
+        if not ballot.about:
             return agreed, None
         shard = (-agreed.less_bytes, of_vote(agreed.metric))
         broken = None
         # Last levels first: the effects of a version on local depend on them.
-        for level, id_ in reversed(ballot.about.items()):
-            lost = self._resolve(level, agreed.levels[level].state, id_, *shard)
-            broken = lost if level == MEMORY else broken
-        self._forget_closed()
+        for level in LAST_FIRST:
+            if (version := ballot.about.get(level)) is not None:
+                state = agreed.levels[level].state
+                decided = self._resolve(level, state, version, *shard)
+                if decided and level == MEMORY and state == BROKEN:
+                    broken = version
+        self.versions.land()
         return agreed, broken
 
     def _report_recovery(self) -> None:
         if self._problem != self._ballots.problem:
             self._problem = self._ballots.problem
             self._on_slower_votes(self._problem)
-
-    def _forget_closed(self) -> None:
-        """Forget this rank's states of versions with a known outcome."""
-        for level, known in self._known.items():
-            opened = self.ledgers[level].open
-            for id_ in list(known) if known else ():  # the copier may add one at any time
-                if id_ not in opened:
-                    known.pop(id_, None)
-        for id_ in list(self._shards) if self._shards else ():
-            if id_ not in self.local.open:
-                self._shards.pop(id_, None)
 
     @property
     def patience_seconds(self) -> float:
@@ -373,8 +324,9 @@ class Agreement:
 
     def break_open(self, id_: VersionId) -> None:
         """Break a version that no rank has voted about yet, whatever is reported of it later."""
-        for level in AWAITED:
-            self._resolve(level, BROKEN, id_)
+        if (version := self.versions.find(id_)) is not None:
+            for level in AWAITED:
+                self._resolve(level, BROKEN, version)
 
     def even_out(self) -> None:
         """Cast the votes that other ranks wait for, if this rank's iteration was cut short.
@@ -395,19 +347,20 @@ class Agreement:
         self,
         level: Level,
         state: int,
-        candidate: VersionId,
+        version: Version,
         largest_bytes: int = 0,
         metric: float | None = None,
-    ) -> VersionId | None:
+    ) -> bool:
         """Resolve a version, see `Ledger.resolve`; on the local level, call the handlers."""
         ledger = self.ledgers[level]
         before = ledger.safe
-        broken = ledger.resolve(state, candidate)
-        if level == LOCAL and broken is not None:
+        if not ledger.resolve(state, version):
+            return False
+        if level == LOCAL and state == BROKEN:
             self._on_local_broken()
-        elif level == LOCAL and ledger.safe is not None and ledger.safe != before:
-            self._on_local_safe(ledger.safe, largest_bytes, metric)
-        return broken
+        elif level == LOCAL and ledger.safe != before:
+            self._on_local_safe(version, largest_bytes, metric)
+        return True
 
     def settle(self, final: bool = True) -> None:
         """Learn the outcome of all open versions. A version not done counts as broken, except on
@@ -420,14 +373,19 @@ class Agreement:
         for level, ledger in self.ledgers.items():
             # A version safe here may be open on a rank that has read one vote less.
             known = {} if ledger.safe is None else {ledger.safe: DONE}
-            own[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
-        gathered = self._group.all_gather_object((own, dict(self._shards)))
-        for level, ledger in self.ledgers.items():
+            on = self.versions.on(level)
+            own[level] = {**known, **{each.id: each.here(level) for each in on}}
+        shards = {each.id: _shard(each) for each in self.versions.flying}
+        gathered = self._group.all_gather_object((own, shards))
+        for level in LEDGERS:
             unknown = BROKEN if level.facts.awaited and final else PENDING
-            for id_ in list(ledger.open):
+            for version in self.versions.on(level):
+                id_ = version.id
                 state = min(theirs[level].get(id_, unknown) for theirs, _ in gathered) or unknown
-                found = [shards.get(id_, (0, None)) for _, shards in gathered]
-                self._resolve(level, state, id_, max(nbytes for nbytes, _ in found), found[0][1])
+                found = [theirs.get(id_, (0, None)) for _, theirs in gathered]
+                largest_bytes = max(nbytes for nbytes, _ in found)
+                self._resolve(level, state, version, largest_bytes, found[0][1])
+        self.versions.land()
         self._ballot = None
 
     # --- what follows for slots ----------------------------------------------------------------
@@ -461,24 +419,18 @@ class Agreement:
                 raise
             return protected
         if state == DONE:
-            return superseded_by(about, protected)
-        return protected - {about} if state == BROKEN else protected
+            return superseded_by(about.id, protected)
+        return protected - {about.id} if state == BROKEN else protected
 
     def superseded_earlier(self, generation: int) -> bool:
         """True when no slot of a run before that generation's is needed any more."""
         safe = self.memory.safe
         return safe is not None and safe.generation == generation
 
-    def needed(self) -> list[VersionId]:
-        """Return the versions with slots that cannot be reused at the next boundary.
 
-        One vote is about one version. The next boundary's vote is about the oldest one then open,
-        and proves that older ones are superseded (see `last_word`): usually the newest one now.
-        After a lost vote, or a vote about a version still being copied, votes lag; they catch up at
-        a boundary that takes no version.
-        """
-        opened = self.memory.open
-        if not opened:
-            return [self.memory.safe] if self.memory.safe else []
-        decided = len(opened) > 1 and self._state(MEMORY, opened[0]) != PENDING
-        return opened[1:] if decided else opened[:]
+LAST_FIRST = LEDGERS[::-1]
+
+
+def _shard(local: Version | None) -> tuple[int, float | None]:
+    """Return the size and metric of this rank's shard of a version on its way to local."""
+    return (0, None) if local is None else (local.nbytes, local.metric)

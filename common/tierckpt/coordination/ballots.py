@@ -32,6 +32,8 @@ from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node, Pending, SingleGroup
 
 if TYPE_CHECKING:
+    from tierckpt.core.version import Version
+
     from .leader_tree import LeaderTree
 
 __all__ = ["GroupBallots"]
@@ -665,7 +667,7 @@ class Ballot:
         self,
         pending: Cast,
         newest: VersionId,
-        about: dict[Level, VersionId],
+        about: dict[Level, Version],
     ) -> None:
         """`newest`: the version of the vote's boundary; `about`: by level, the version that the
         state in the vote is about."""

@@ -1,12 +1,11 @@
-"""Versions in progress: the way of their slots to the agent, and their outcomes.
+"""What becomes of versions in flight: the way of their slots to the agent, and their outcomes.
 
-`SlotHandoff` is the way of a slot through one snapshot, from its choice to the agent's commit. The
-ledgers of `agreement` record every outcome, also after errors, so that all ranks have the same
-list of versions.
+`SlotHandoff` brings a version through one snapshot, from the choice of a slot to the agent's
+commit. Every outcome is told to the `Version`, also after errors.
 
-`Reports` emits outcomes as events and records them in the agreement. Reports have three sources:
-the training thread itself, other threads (kept until the training thread emits them), and the
-agent's messages.
+`Reports` emits outcomes as events and tells them to the versions. Reports have three sources: the
+training thread itself, other threads (kept until the training thread emits them), and the agent's
+messages.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from tierckpt.agent.protocol import (
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import Config
 from tierckpt.core.levels import (
-    AWAITED,
     BROKEN,
     DONE,
     LEDGERS,
@@ -44,6 +42,7 @@ from tierckpt.core.levels import (
     Level,
     place_of,
 )
+from tierckpt.core.version import Version
 from tierckpt.events import EventLog, JobEnd
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
@@ -78,8 +77,6 @@ class Reports:
         self._version = version
         self._later: deque[tuple[str, dict[str, Any]]] = deque()
         self._repeats = _Repeats()
-        self._lost: deque[int] = deque(maxlen=MAX_UNDER_WAY)
-        """Versions that were reported as lost in memory."""
         self._persistent: VersionId | None = None
         """The newest version that this node's agent saw complete on the persistent level."""
 
@@ -176,11 +173,15 @@ class Reports:
 
     def lost(self, version: int, why: str, shown_elsewhere: bool = False) -> None:
         """Report that a version is lost in memory, and therefore on all levels. `shown_elsewhere`:
-        another rank shows the same report."""
+        another report shows the same."""
         failure = self._failure(MEMORY, version, why)
-        is_shown = shown_elsewhere or version in self._lost  # a rank that failed knows the cause
-        self._lost.append(version)
-        self.emit("failed", **failure | ({"severity": logging.DEBUG} if is_shown else {}))
+        self.emit("failed", **failure | ({"severity": logging.DEBUG} if shown_elsewhere else {}))
+
+    def lose(self, version: Version, why: str) -> None:
+        """Report the loss of a version in flight. Of several reports the first is shown: a rank
+        that failed knows the cause, and learns later that the version is void on all."""
+        self.lost(version.id.version, why, shown_elsewhere=version.is_shown)
+        version.is_shown = True
 
     def left_behind(self, level: str, id_: VersionId, why: str) -> None:
         """Report that the peer or persistent level probably does not get this node's part of a
@@ -354,8 +355,6 @@ def _describe_end(end: JobEnd, config: Config) -> str:
     return f"{text}. {kept if there else 'It is stored nowhere'}"
 
 
-MAX_UNDER_WAY = 8
-"""Limit of versions between the failure on a rank and the result of the vote."""
 DIGITS = re.compile(r"\d+")
 """Numbers differ between failures of one cause: a version, a temporary file, a process."""
 FIRST_SHOWN = 3
@@ -370,12 +369,9 @@ PATIENCE_SECONDS = 30.0
 CUT_SHORT = "an interrupt came before the copy was complete"
 
 
-def _id_of(snapshot: Snapshot) -> VersionId:
-    return snapshot.facts.id
-
-
 class SlotHandoff:
-    """One rank's slots. Owns none of its arguments. Each method names the thread that calls it."""
+    """The way of a version's slot through one snapshot, from its choice to the agent's commit, on
+    one rank. Owns none of its arguments. Each method names the thread that calls it."""
 
     def __init__(
         self,
@@ -387,10 +383,8 @@ class SlotHandoff:
     ) -> None:
         self._group, self._pool, self._agent = group, pool, agent
         self._agreement, self._reports = agreement, reports
-        self.finished: deque[Snapshot] = deque()
-        """Snapshots with an end that the training thread has not processed."""
-        self._started: dict[VersionId, Snapshot] = {}
-        """Snapshots with no end yet in the ledgers."""
+        self.finished: deque[tuple[Version, Snapshot]] = deque()
+        """Copies with an end that the training thread has not processed."""
 
     def chooser(self, id_: VersionId, runs: int) -> ChooseSlot:
         """Return the function that finds a slot for this boundary's version. On the copier thread
@@ -413,85 +407,83 @@ class SlotHandoff:
 
         return choose
 
-    def started(self, snapshot: Snapshot) -> None:
-        """Record that a snapshot is being copied; training thread."""
+    def started(self, version: Version, snapshot: Snapshot) -> None:
+        """Record that a version is being copied; training thread."""
         snapshot.bind_patience_seconds = self._agreement.patience_seconds
         snapshot.hopeless = self._agreement.hopeless
-        self._started[_id_of(snapshot)] = snapshot
+        version.snapshot = snapshot
 
     def starved(self) -> None:
         """Record that the training thread waited for a slot, hence a vote, and got none."""
         self._agreement.lose_patience()
 
-    def done(self, snapshot: Snapshot) -> None:
-        """Record that a snapshot is sealed or failed; on the thread that ended it."""
-        id_ = _id_of(snapshot)
-        sealed = snapshot.phase is Phase.SEALED
-        self._pool.filled(snapshot.slot, id_ if sealed else None)
+    def done(self, version: Version, snapshot: Snapshot) -> None:
+        """Record that a copy is sealed or failed; on the thread that ended it."""
+        sealed = self._filled(version, snapshot)
         if LOCAL in snapshot.levels:
             if sealed:
                 assert snapshot.slot is not None
                 assert snapshot.manifest is not None
-                self._commit(id_, snapshot.slot, snapshot.manifest)
+                self._commit(version, snapshot.slot, snapshot.manifest)
             else:
-                self._agreement.tell(LOCAL, id_, BROKEN)
-        self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
-        self.finished.append(snapshot)
-        self._started.pop(id_, None)  # last: an interrupt may cut the steps above short
+                version.tell(LOCAL, BROKEN)
+        self.finished.append((version, snapshot))
+        version.snapshot = None  # last: an interrupt may cut the steps above short
+
+    def _filled(self, version: Version, snapshot: Snapshot) -> bool:
+        sealed = snapshot.phase is Phase.SEALED
+        self._pool.filled(snapshot.slot, version.id if sealed else None)
+        version.tell(MEMORY, DONE if sealed else BROKEN)
+        return sealed
 
     def wait(self) -> None:
         """Return when all copies have ended, or made no progress for too long; training thread."""
-        for snapshot in [*self._started.values()]:
-            snapshot.wait_done(PATIENCE_SECONDS)
+        for snapshot in [each.snapshot for each in self._agreement.versions.flying]:
+            if snapshot is not None:
+                snapshot.wait_done(PATIENCE_SECONDS)
 
     def take_stock(self) -> None:
         """Break versions that no thread works on any more, at a boundary. A BaseException but no
         Exception (a KeyboardInterrupt) cut the work short; they would stay open for ever."""
-        if not (self._started or self._agreement.is_any_undecided):
-            return
-        started = dict(self._started)
-        for id_, snapshot in started.items():
-            if snapshot.wait_done(0.0):
-                self._make_up(id_, snapshot)
-        for id_ in self._agreement.undecided(MEMORY):
-            if id_ not in started:
-                self.broken(id_)
-                self._reports.lost(id_.version, CUT_SHORT)
-        for id_ in self._agreement.undecided(LOCAL):
-            if id_ not in started and not self._agent.concerns(id_):
-                self._agreement.tell(LOCAL, id_, BROKEN)
-                self._reports.not_committed_later(id_, CUT_SHORT)
-        # No event reports these as lost: they may be complete.
-        for level in set(LEDGERS).difference(AWAITED):
-            for id_ in self._agreement.undecided(level):
-                if not self._agent.concerns(id_):
-                    self._agreement.tell(level, id_, level.facts.failed_state)
+        for version in self._agreement.versions.flying:
+            if (snapshot := version.snapshot) is not None:
+                if not snapshot.wait_done(0.0):
+                    continue
+                # `done` was cut short. Whether the agent knows, the next boundary shows.
+                self._filled(version, snapshot)
+                version.snapshot = None
+            elif undecided := version.undecided():
+                self._give_up(version, undecided)
 
-    def _make_up(self, id_: VersionId, snapshot: Snapshot) -> None:
-        """Complete a `done` that was cut short; the next boundary shows whether the agent knows."""
-        sealed = snapshot.phase is Phase.SEALED
-        self._pool.filled(snapshot.slot, id_ if sealed else None)
-        self._agreement.tell(MEMORY, id_, DONE if sealed else BROKEN)
-        self._started.pop(id_, None)
+    def _give_up(self, version: Version, undecided: set[Level]) -> None:
+        """Break a version, on the levels where nobody works on it any more."""
+        if MEMORY in undecided:
+            self.broken(version)
+            self._reports.lose(version, CUT_SHORT)
+        elif not self._agent.concerns(version.id):
+            for level in undecided:
+                version.tell(level, level.facts.failed_state)
+                if level == LOCAL:  # on others no event reports it as lost: it may be complete
+                    self._reports.not_committed_later(version.id, CUT_SHORT)
 
-    def broken(self, id_: VersionId) -> None:
-        """Break a version in the ledgers that has no snapshot; training thread."""
-        self._agreement.tell(MEMORY, id_, BROKEN)
-        self._agreement.tell(LOCAL, id_, BROKEN)
+    def broken(self, version: Version) -> None:
+        """Break a version that has no snapshot; training thread."""
+        version.tell(MEMORY, BROKEN)
+        version.tell(LOCAL, BROKEN)
 
-    def commit_sealed(self, id_: VersionId, slot: Slot) -> None:
+    def commit_sealed(self, version: Version, slot: Slot) -> None:
         """Commit a version that was sealed before; training thread."""
         manifest = slot.manifest()
         assert manifest is not None
-        self._commit(id_, slot, manifest)
+        self._commit(version, slot, manifest)
 
-    def _commit(self, id_: VersionId, slot: Slot, manifest: Manifest) -> None:
-        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.facts.metric)
-        key = ShardKey(id_, self._group.rank, self._group.size)
+    def _commit(self, version: Version, slot: Slot, manifest: Manifest) -> None:
+        version.nbytes, version.metric = manifest.image_bytes, manifest.facts.metric
+        key = ShardKey(version.id, self._group.rank, self._group.size)
         try:
             error = self._agent.commit(key, slot)
         except Exception as problem:  # on the thread that sealed: only this version is lost
             error = error_text(problem)
         if error:
-            self._agreement.tell(LOCAL, id_, BROKEN)
-            self._reports.not_committed_later(id_, error)
+            version.tell(LOCAL, BROKEN)
+            self._reports.not_committed_later(version.id, error)

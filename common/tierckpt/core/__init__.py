@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from .decisions import VOTE_WIDTH, Decision, HaltRequest, HaltVote, LevelVote, Reason, Schedule
     from .decisions import StallTimeout, Vote, as_vote, most_quiet_seconds, of_vote
     from .levels import AGENT, AWAITED, BROKEN, DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER
-    from .levels import PENDING, PERSISTENT, RANK, REMEMBERED, Cost, CostEstimate, Ledger, Level
-    from .levels import place_of
+    from .levels import PENDING, PERSISTENT, RANK, Cost, CostEstimate, Level, place_of
     from .parts import Boundary
     from .restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
     from .restore_plan import RestorePlan, Source, inventory_digest, newest_whole, pack_inventory
@@ -23,5 +22,6 @@ if TYPE_CHECKING:
     from .tuning import LOOK_STEPS, MIN_STEPS, SHARES, Change, Hysteresis
     from .tuning import LevelModel, RollingStats, StepTimer, Tuner, daly_seconds, optimum, overhead
     from .tuning import rates, whole_steps, within_budget, young_seconds
+    from .version import REMEMBERED, Ledger, Version, Versions, superseded_by
 
 __getattr__ = lazy_exports(__name__)

@@ -294,17 +294,18 @@ class Saving:
             iteration_counts="calls",
             complete=job.agreement.local.safe,
         )
-        job.agreement.open(id_, levels)
-        job.levels.promotion.taken(facts, levels)
+        version = job.agreement.open(id_, levels)
+        if PERSISTENT in levels:
+            version.flush = facts
         try:
             slot, manifest = self._seal(facts, shard)
         except (OSError, TierckptError, NoSlotError) as error:
-            job.levels.slot_handoff.broken(id_)
-            job.reports.lost(number, error_text(error))
+            job.levels.slot_handoff.broken(version)
+            job.reports.lose(version, error_text(error))
         else:
             if LOCAL in levels:
-                job.levels.slot_handoff.commit_sealed(id_, slot)
-            job.agreement.tell(MEMORY, id_, DONE)
+                job.levels.slot_handoff.commit_sealed(version, slot)
+            version.tell(MEMORY, DONE)
             self._largest_bytes = max(self._largest_bytes, manifest.image_bytes)
         job.turn()
         if job.agreement.memory.safe == id_:
@@ -413,11 +414,12 @@ class Saving:
         manifest = slot.manifest() if slot is not None else None
         wants = job.config.uses(PERSISTENT) and newest != promotion.ordered
         on_local = newest == job.agreement.local.safe
+        version = job.agreement.versions.open(newest, ())
         if manifest is not None and wants and job.history.is_own(newest.generation):
-            promotion.flush_when_safe(manifest.facts)
+            version.flush = manifest.facts
         if not on_local:
             job.sealed.commit_as_it_is(newest)
-        elif promotion.awaits(newest):
+        elif version.flush is not None:
             job.sealed.settle(newest)
 
 

@@ -118,7 +118,7 @@ class TinyJob:
         snapshot = self.checkpointer._active.snapshot
         finished = self.checkpointer._levels.slot_handoff.finished
         deadline = time.monotonic() + timeout_seconds
-        while snapshot and not any(s is snapshot for s in finished):
+        while snapshot and not any(each is snapshot for _, each in finished):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"v{snapshot.facts.id.version} is still being copied")
             time.sleep(0.001)

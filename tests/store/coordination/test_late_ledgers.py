@@ -44,7 +44,9 @@ def test_a_version_that_one_rank_knows_to_be_safe_is_safe_for_one_that_has_not_r
     could be restored."""
     (ahead, first), (behind, second) = books(path), books(path)
     for ledger in (ahead.memory, ahead.local):
-        ledger.resolve(DONE, VersionId(1, 4))
+        version = ahead.versions.find(VersionId(1, 4))
+        assert version is not None
+        ledger.resolve(DONE, version)
     ahead.settle()
     second.theirs = first.mine
     behind.settle()

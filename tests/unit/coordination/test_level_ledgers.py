@@ -23,6 +23,7 @@ from tierckpt.core import (
     PEER,
     PERSISTENT,
     VOTE_WIDTH,
+    Version,
 )
 from tierckpt.events import JobEnd
 from tierckpt.format import VersionId
@@ -64,8 +65,7 @@ def reports(log: Any, agreement: Agreement) -> Reports:
 
 def test_a_level_unfinished_at_the_end_is_broken_where_somebody_waits(agreement: Agreement) -> None:
     agreement.open(v(1), INTERVALS)
-    for level in (PEER, PERSISTENT):
-        agreement.open_later(level, v(1))
+    agreement.versions.open(v(1), (PEER, PERSISTENT))
     agreement.settle()
     found = {level: (ledger.open, ledger.broken) for level, ledger in agreement.ledgers.items()}
     assert found == {
@@ -119,6 +119,7 @@ def test_the_time_of_each_level_passes_by_itself(
 def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
     log: Log, reports: Reports, agreement: Agreement
 ) -> None:
+    told: set[str] = set()
     for message in (
         Committed(v(1), 8, 0.1, 0.2, False),
         Flushed(v(1), 8, 0.5, True),
@@ -126,10 +127,9 @@ def test_a_flush_that_failed_is_over_and_a_commit_that_failed_broke_the_version(
         ProtectFailed(v(2), "newer", superseded=True),
         FlushFailed(v(2), "gone"),
     ):
-        for level in (PEER, PERSISTENT):
-            agreement.ledgers[level].open = [v(2)]
-        agreement.local.open = [v(2)]
+        agreement.versions.open(v(2), {LOCAL, PEER, PERSISTENT} - told)
         reports.on_agent_message(message)
+        told |= {message.level} if message.id == v(2) else set()
     agreement.launch(v(3))
     agreed, _ = agreement.read()
     states = {level: agreed.levels[level].state for level in (LOCAL, PEER, PERSISTENT)}
@@ -153,7 +153,7 @@ def test_failures_of_one_cause_are_shown_at_a_decreasing_rate(
 ) -> None:
     """A disk full for a night, on 64 ranks. The end of it is shown, too."""
     for version in range(1, 101):
-        agreement.local.open = [v(version)]
+        agreement.versions.open(v(version), [LOCAL])
         reports.on_agent_message(CommitFailed(v(version), f"full: .v{version}.tmp"))
     shown = [each for each in log.events if each["severity"] == logging.ERROR]
     assert [each["version"] for each in shown] == [1, 2, 3, 10, 100]
@@ -183,8 +183,9 @@ def test_a_warning_at_every_version_is_shown_at_a_decreasing_rate(
 def test_a_loss_at_every_step_is_shown_at_a_decreasing_rate_too(log: Log, reports: Reports) -> None:
     """Forward passes that change weights: this rank fails, and then the vote says so once more."""
     for version in range(1, 10):
-        reports.lost(version, "weight: changed")
-        reports.lost(version, "void on all")
+        lost = Version(v(version))
+        reports.lose(lost, "weight: changed")
+        reports.lose(lost, "void on all")
         reports.emit(
             "sealed", level=MEMORY
         )  # another rank's failure does not end this one's sealing

@@ -15,9 +15,7 @@ from tierckpt.core import (
     LOCAL,
     MEMORY,
     PENDING,
-    REMEMBERED,
     Decision,
-    Ledger,
     Level,
     LevelVote,
     Schedule,
@@ -199,53 +197,3 @@ def test_ranks_that_see_the_same_votes_decide_the_same(
             assert not (decision.take and not vote.levels[MEMORY].free)
             assert not (LOCAL in decision.take and not vote.levels[LOCAL].free)
         assert decision.take in ((), ("memory",), ("memory", "local"))
-
-
-# --- the ledger ----------------------------------------------------------------------------------
-
-
-def test_a_version_is_safe_once_done_everywhere() -> None:
-    ledger = Ledger(open=[v(1), v(2)])
-    assert ledger.resolve(PENDING, v(1)) is None
-    assert (ledger.safe, ledger.open) == (None, [v(1), v(2)])
-    assert ledger.resolve(DONE, v(1)) is None
-    assert (ledger.safe, ledger.open) == (v(1), [v(2)])
-    assert ledger.protected() == {v(1), v(2)}
-
-
-def test_a_version_that_broke_anywhere_is_given_up_and_the_one_before_stays_safe() -> None:
-    ledger = Ledger(safe=v(1), open=[v(2), v(3)])
-    assert ledger.resolve(BROKEN, v(2)) == v(2)
-    assert (ledger.safe, ledger.open) == (v(1), [v(3)])
-    assert ledger.protected() == {v(1), v(3)}
-
-
-def test_a_broken_version_is_remembered_for_a_while_unless_it_is_taken_again() -> None:
-    ledger = Ledger(open=[v(n) for n in range(1, REMEMBERED + 3)])
-    for version in list(ledger.open):
-        ledger.resolve(BROKEN, version)
-    assert ledger.broken == [v(n) for n in range(3, REMEMBERED + 3)]
-    ledger.open.append(v(7))
-    ledger.resolve(DONE, v(7))
-    assert v(7) not in ledger.broken
-
-
-@pytest.mark.parametrize("candidate", [None, v(9)])
-def test_votes_about_nothing_or_something_settled_change_nothing(
-    candidate: VersionId | None,
-) -> None:
-    ledger = Ledger(safe=v(1), open=[v(2)])
-    assert ledger.resolve(DONE, candidate) is None
-    assert ledger == Ledger(safe=v(1), open=[v(2)])
-
-
-def test_a_version_newly_known_to_be_safe_frees_its_predecessors() -> None:
-    ledger = Ledger(safe=v(1), open=[v(2), v(3)])
-    assert ledger.protected(also_safe=v(2)) == {v(2), v(3)}
-
-
-# --- ranks together: the invariant ---------------------------------------------------------------
-#
-# N ranks with two slots each run in random order, as far as their collectives allow: rank A may be
-# sealing v11 while B has not sealed v10, and each may be killed at any instant. At every instant,
-# the newest version that all ranks had at some time must still exist on all of them.

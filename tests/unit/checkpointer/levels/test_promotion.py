@@ -95,12 +95,17 @@ class Rank:
     def take(self, version: int, metric: float | None = None, flush: bool = True) -> VersionId:
         """Take a version with this number, for all levels."""
         id_ = VersionId(1, version)
-        self.agreement.open(id_, INTERVALS)
+        taken = self.agreement.open(id_, INTERVALS)
         if flush:
-            self.promotion.flush_when_safe(facts_of(id_, 2, iteration=10 * version))
-        self.agreement.tell(MEMORY, id_, DONE)
-        self.agreement.tell_shard(id_, 4096 + version, metric)
+            taken.flush = facts_of(id_, 2, iteration=10 * version)
+        taken.tell(MEMORY, DONE)
+        taken.nbytes, taken.metric = 4096 + version, metric
         return id_
+
+    def awaits(self, id_: VersionId) -> bool:
+        """True if the version is still to be flushed."""
+        version = self.agreement.versions.find(id_)
+        return version is not None and version.flush is not None
 
     def agree(self, id_: VersionId, state: int) -> None:
         """Pass another boundary, before which the votes settled this version on the local level."""
@@ -138,14 +143,14 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     id_ = rank.take(3, metric=0.5)
     rank.boundary()
     assert rank.client.flushes == []
-    assert rank.promotion.awaits(id_)
+    assert rank.awaits(id_)
     rank.agree(id_, DONE)
     (order,) = rank.client.flushes
     assert (order.directory, order.here, order.largest_bytes) == (str(tmp_path), (0, 1), 4099)
     assert order.facts == facts_of(id_, 2, iteration=30, metric=0.5)
     assert order.node.startswith("host, /dev/shm/")
     assert rank.promotion.ordered == id_
-    assert not rank.promotion.awaits(id_)
+    assert not rank.awaits(id_)
 
 
 def test_a_node_receives_each_promotion_once(tmp_path: Path) -> None:
@@ -161,18 +166,18 @@ def test_a_broken_version_is_not_flushed_and_does_not_count(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     assert (rank.client.safe, rank.client.void) == (None, [lost])
-    assert rank.promotion.awaits(lost)  # it may be taken again
+    assert rank.awaits(lost)  # it may be taken again
     newer = rank.take(4)
     rank.agree(newer, DONE)
     assert (rank.client.safe, rank.client.void) == (newer, [lost])
-    assert not rank.promotion.awaits(lost)
+    assert not rank.awaits(lost)
     assert [order.id.version for order in rank.client.flushes] == [4]
 
 
 def test_a_broken_version_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
-    rank.agreement.local.open.append(lost)
+    rank.agreement.versions.open(lost, [LOCAL])
     rank.promotion.retire()
     assert rank.client.void == []
 
@@ -184,7 +189,7 @@ def test_a_version_that_peers_can_restore_stays_until_they_can_restore_a_newer_o
     old, new = ids(1, 2)
     for id_, kept in ((old, {old}), (new, {new})):
         rank.agree(rank.take(id_.version, flush=False), DONE)
-        rank.agreement.open_later(PEER, id_)
+        rank.agreement.versions.open(id_, [PEER])
         rank.boundary()
         rank.promotion.retire()
         assert rank.client.kept == {old, id_}, "it is still on its way"
