@@ -32,12 +32,11 @@ from lib.limits import Limits
 from lib.report import align
 from lib.shards import manifest, shared
 from lib.terminal import parser_of
-from tierckpt.agent.processor import lower_priority, shorten_slices
+from tierckpt.agent.processor import NICE, lower_priority, shorten_slices
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.storage import durable as direct_file
 from tierckpt.storage.local import LocalStore
 
-AGENT_NICE = 10
 """The setting's default."""
 PAUSE_SECONDS = 0.1
 """Time between two versions: a thread that waited before has a claim to a core."""
@@ -223,7 +222,7 @@ def arguments() -> argparse.Namespace:
         default=["ours", "8-mib"],
         help=f"of {', '.join(WAYS)}",
     )
-    parser.add_argument("--nice", type=numbers, default=[AGENT_NICE], help="of the agent")
+    parser.add_argument("--nice", type=numbers, default=[NICE], help="of the agent")
     parser.add_argument("--rounds", type=int, help="versions of each; default 12, toy 2")
     options = parser.parse_args()
     if unknown := set(options.ways) - set(WAYS):

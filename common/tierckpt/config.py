@@ -179,8 +179,6 @@ class PersistentConfig(Struct, frozen=True):
     """Also keep this number of best versions, as `local_keep_best` does; 0: none."""
     bytes_per_second: float = 0.0
     """Limit of each node's rate; 0: no limit."""
-    shards_per_file: int = 64
-    """Number of ranks' shards that share a file."""
     codecs: str = ""
     """Codecs of this level, as `local_codecs`, which are undone first; empty: none."""
     storage_options: str = ""
@@ -370,7 +368,6 @@ def check(config: Config) -> None:
     at_least("replica_check_steps", config.replica_check_steps, 0)
     one_of("release", config.release, ("auto", "backward", "forward"))
     one_of("agent", config.agent, ("process", "inline"))
-    within("agent_nice", config.agent_nice, -20, 19)
     within("agent_linger_seconds", config.agent_linger_seconds, 0, YEAR_SECONDS)
     one_of("boundary", config.boundary, ("explicit", "forward"))
     parse_signals(config.halt_signals)
@@ -397,7 +394,6 @@ def check(config: Config) -> None:
     within("the port of peer_interface", config.peer.port, 0, MAX_PORT)
     persistent = config.persistent
     at_least("persistent_keep_last", persistent.keep_last, 1)
-    at_least("persistent_shards_per_file", persistent.shards_per_file, 1)
     for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
         at_least(f"persistent_{name}", getattr(persistent, name), 0)
     at_least("persistent_bytes_per_second", persistent.bytes_per_second, 0)
@@ -545,8 +541,6 @@ class Config(Struct, frozen=True):
     agent: str = "process"
     """`process`: one per node, which outlives its trainers; `inline`: a thread of each trainer, for
     debugging and for environments without child processes."""
-    agent_nice: int = 10
-    """CPU niceness of the agent, relative to its trainers."""
     agent_linger_seconds: float = 60.0
     """Time that an agent waits for a new trainer after its own was killed, before it ends."""
     replica_check_steps: int = 50
@@ -676,7 +670,7 @@ def _plain(kind: Any) -> type:
 PREFIX = "TIERCKPT_"
 NOT_SETTINGS = (
     *("ATTEMPT", "CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
-    *("PROVE_DIR", "COPY_ENGINE", "RESTART"),
+    *("PROVE_DIR", "COPY_ENGINE", "RESTART", "AGENT_NICE"),
 )
 """Variables with the prefix that are not settings."""
 GIVEN = "the arguments"

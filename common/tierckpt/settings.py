@@ -63,8 +63,6 @@ class Settings(TypedDict, total=False):
     agent: str
     """`process`: one per node, which outlives its trainers; `inline`: a thread of each trainer, for
     debugging and for environments without child processes. Default: `"process"`."""
-    agent_nice: int
-    """CPU niceness of the agent, relative to its trainers. Default: `10`."""
     agent_linger_seconds: float
     """Time that an agent waits for a new trainer after its own was killed, before it ends. Default:
     `60.0`."""
@@ -188,8 +186,6 @@ class Settings(TypedDict, total=False):
     """Also keep this number of best versions, as `local_keep_best` does; 0: none. Default: `0`."""
     persistent_bytes_per_second: float
     """Limit of each node's rate; 0: no limit. Default: `0.0`."""
-    persistent_shards_per_file: int
-    """Number of ranks' shards that share a file. Default: `64`."""
     persistent_codecs: str
     """Codecs of this level, as `local_codecs`, which are undone first; empty: none. Default:
     `""`."""

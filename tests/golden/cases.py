@@ -936,8 +936,8 @@ PERSISTENT = [
     ),
     Case(
         "shared2",
-        "two ranks, a file for each shard",
-        [Run(RUN, 2, DDP, flushing(persistent_shards_per_file=1))],
+        "two ranks, a file for each shard",  # as a setting wanted it that is gone
+        [Run(RUN, 2, DDP, flushing())],
         [
             Restart("persistent", (0, 5, {"persistent": 2}), shared(), 2, DDP, NODES_LOST),
             Restart("on 1", (0, 5, {"persistent": 2}), shared(), edits=NODES_LOST),
@@ -974,8 +974,8 @@ PERSISTENT = [
     ),
     Case(
         "shared4",
-        "four ranks on two nodes, two shards in a file",
-        [Run(RUN, 4, DDP, {**flushing(persistent_shards_per_file=2), **nodes(4, 2)})],
+        "four ranks on two nodes, two shards in a file",  # by the same setting
+        [Run(RUN, 4, DDP, {**flushing(), **nodes(4, 2)})],
         [
             Restart(
                 "persistent",

@@ -39,7 +39,6 @@ from tierckpt.storage.persistent import PersistentStore, ShardSource
 from tierckpt.storage.slot_pool import SlotPool
 from tierckpt.storage.slots import seal_area_bytes
 
-AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20
 SEAL_BYTES = seal_area_bytes(4096)
 PIECE_BYTES = 1 << 20  # bytes that a bare connection sends at once: a window of the exchange
@@ -279,7 +278,7 @@ def receive(sock: socket.socket, nbytes: int) -> None:
 
 
 def main() -> None:
-    lower_priority(AGENT_NICE)
+    lower_priority()
     with closing(Node(Setup(**json.loads(sys.argv[1])))) as node:
         print(json.dumps(node.addresses()), flush=True)
         for line in sys.stdin:

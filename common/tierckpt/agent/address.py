@@ -46,8 +46,6 @@ class AgentSettings(Struct, frozen=True):
     folder: str
     index: int = 0
     """Number of the agent's place. Place 1 is used when the agent in place 0 hangs, and so on."""
-    nice: int = 10
-    """The agent's absolute niceness, not relative to its starter's."""
     linger_seconds: float = 60.0
     peers: bool = False
     """It will meet the agents of other nodes."""

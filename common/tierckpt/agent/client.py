@@ -429,11 +429,10 @@ class AgentConnection:
 
     def _start_process(self) -> None:
         settings = self.settings
-        nice = min(os.getpriority(os.PRIO_PROCESS, 0) + settings.nice, 19)
         self._process = subprocess.Popen(
             child_command(
                 "tierckpt.agent.process",
-                json.dumps(to_builtins(replace(settings, nice=nice, module_path=()))),
+                json.dumps(to_builtins(replace(settings, module_path=()))),
                 str(os.getpid()),
                 path=settings.module_path,
             ),

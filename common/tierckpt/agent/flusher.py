@@ -510,8 +510,13 @@ class Flusher(Stage[FlushOrder]):
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings
-        how = (settings.shards_per_file, retry, self._sleep, self._retried)
-        return PersistentStore(settings.path, *how, **settings.options())
+        return PersistentStore(
+            settings.path,
+            retry=retry,
+            sleep=self._sleep,
+            on_retry=self._retried,
+            **settings.options(),
+        )
 
     def _open(self, order: FlushOrder) -> PersistentStore:
         """Return the store, opened by the first flush. The first node creates it: if another node

@@ -40,7 +40,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
         return TAKEN
     if settings.peers:  # at the trainers' priority, since they wait for this when nodes meet
         importlib.import_module("tierckpt.agent.protector")
-    lower_priority(settings.nice)
+    lower_priority()
     listener = place.listen()
     try:
         agent = Agent(settings.linger_seconds, os.environ.pop(environment.ENVIRONMENT_VARIABLE, ""))

@@ -464,7 +464,6 @@ def agent_client(
         AgentSettings(
             root=str(job.root),
             folder=job.path.name,
-            nice=config.agent_nice,
             linger_seconds=config.agent_linger_seconds,
             peers=config.uses(PEER),
             module_path=tuple(module_path()),

@@ -18,8 +18,8 @@ from tierckpt.storage.persistent import PersistentStore
 
 EARLIEST, FLUSHED, VICTIM = 4, 16, 1
 
-# A file a node; the first opening is for the shard, the second one for its record.
-SHARD_WRITTEN = "file:op=open,target=00001of00002.shards,hit=2"
+# A file a node.
+SHARD_WRITTEN = "file:op=open,target=s00001-00001.shards"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def job(job: Job) -> Job:
         persistent_path=str(job.folder / "shared"),
         persistent_every_steps=FLUSHED,
         persistent_every_seconds=0,
-        persistent_shards_per_file=1,
+        persistent_storage_options={"shared_writes": False},
         when_busy="wait",
     )
     return job

@@ -99,20 +99,19 @@ def come_back_on_two_nodes(place: Place, shared: str) -> dict[str, Any]:
     return come_back(place, shared, node=f"node{rank() % 2}")
 
 
-GROUPS_OF_TWO = {
-    "shared": (True, ["00000of00002.shards", "00001of00002.shards"]),
+FILES = {
+    "shared": (True, ["00000of00001.shards"]),
     "own": (False, ["s00000-00000.shards", "s00001-00001.shards", "s00002-00002.shards"]),
 }
 
 
 @pytest.mark.parametrize(("layout", "now"), [("shared", 2), ("own", 3)])
-def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
+def test_files_of_shards_that_are_on_several_nodes(
     layout: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Three shards, two in a file; the first file is of two nodes, and each has its own disk."""
-    shares, files = GROUPS_OF_TWO[layout]
-    options = {"shared_writes": shares}
-    more = {"persistent_shards_per_file": 2, "persistent_storage_options": options}
+    """Three shards of two nodes, each with its own disk."""
+    shares, files = FILES[layout]
+    more = {"persistent_storage_options": {"shared_writes": shares}}
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
     shared = str(tmp_path / "shared")
     before = ranks(3).run(on_two_nodes, place, shared, more)
@@ -127,7 +126,6 @@ def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
         shutil.rmtree(tmp_path / node)
     shutil.rmtree(place.shm)
     Path(place.shm).mkdir()
-    # With the default number of shards in a file.
     for number, told in enumerate(ranks(now).run(come_back_on_two_nodes, place, shared)):
         assert told["restored"] == (STEPS, {"persistent": 3})
         assert told["replicated"] == before[0]["replicated"]

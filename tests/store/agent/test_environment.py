@@ -356,9 +356,7 @@ def serve_here(
     settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> threading.Thread:
     """An agent with the environment `what`, in a thread of this process."""
-    monkeypatch.setattr(
-        process, "lower_priority", lambda nice: None
-    )  # else it would be this process's
+    monkeypatch.setattr(process, "lower_priority", lambda: None)  # else it would be this process's
     monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
     monkeypatch.setenv("TIERCKPT_AGENT_FINGERPRINT", what)
     job = settings.place().job

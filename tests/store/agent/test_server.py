@@ -162,9 +162,7 @@ def test_an_agent_with_a_dead_starter_and_no_request_waits_no_longer_than_it_lin
     settings, _ = node(0)
     starter = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(
-        process, "lower_priority", lambda nice: None
-    )  # else it would be this process's
+    monkeypatch.setattr(process, "lower_priority", lambda: None)  # else it would be this process's
     monkeypatch.setattr(process, "_detach_output", lambda: None)  # the same
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
@@ -498,8 +496,9 @@ def test_a_trainer_does_not_talk_to_another_users_agent(node: Any) -> None:
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
 
 
-def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
+def test_it_gives_way_to_the_training(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of its threads, on the CPU and on the device."""
+    monkeypatch.delenv("TIERCKPT_AGENT_NICE")
     client = AgentClient(*node(0))
     pid = reach(client)
     threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
@@ -516,16 +515,6 @@ def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
     ends(client, pid)
 
 
-def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_dir: Path) -> None:
-    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir, agent_nice=3) as job:
-        job.run(1)
-        job.settle()
-        pid = job.checkpointer._agent.pid
-        assert pid is not None
-        mine = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 3, 19)
-
-
 @pytest.mark.parametrize("peers", [True, False])
 def test_its_code_for_other_nodes_is_loaded_before_it_gives_way(peers: bool, node: Any) -> None:
     """Trainers wait for that code when nodes meet: at a low priority it takes seconds to load if
@@ -533,7 +522,7 @@ def test_its_code_for_other_nodes_is_loaded_before_it_gives_way(peers: bool, nod
     program = """
 import sys
 from tierckpt.agent import process
-process.lower_priority = lambda nice: sys.exit(sys.modules.get("tierckpt.agent.protector") and 7)
+process.lower_priority = lambda: sys.exit(sys.modules.get("tierckpt.agent.protector") and 7)
 process.main()
 """
     settings = json.dumps(asdict(replace(node(0)[0], peers=peers)))
@@ -579,9 +568,7 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    monkeypatch.setattr(
-        process, "lower_priority", lambda nice: None
-    )  # else it would be this process's
+    monkeypatch.setattr(process, "lower_priority", lambda: None)  # else it would be this process's
     settings, _ = node(0)
     serving = threading.Thread(target=process.run, args=(settings, os.getpid()))
     serving.start()

@@ -237,8 +237,6 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("release", "later"),
         ("boundary", "auto"),
         ("path", ""),
-        ("agent_nice", -21),
-        ("agent_nice", 20),
         ("overhead_budget", 0.0),
         ("overhead_budget", 1.0),
         ("overhead_budget", 3),
