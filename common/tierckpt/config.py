@@ -377,8 +377,6 @@ def check(config: Config) -> None:
     within("requeue_exit_status", config.requeue_exit_status, 0, 255)
     if config.slots:
         at_least("slots", config.slots, 2)
-    at_least("heartbeat_seconds", config.heartbeat_seconds, 0)
-    at_least("trace_steps", config.trace_steps, 1)
     if not 1e-4 <= config.overhead_budget < 1:  # NaN is not
         raise ConfigError(
             f"overhead_budget is {config.overhead_budget}; it must be a share of the training "
@@ -582,19 +580,15 @@ class Config(Struct, frozen=True):
     commas: `mirror DIRECTORY`, a copy of the shards on a second disk of the node, where a restart
     looks, too; or a stage of yours (see `tierckpt.stages`). `{node}` stands for the node."""
     events_dir: str = ""
-    """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
-    heartbeat_seconds: float = 5.0
-    """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
-    every boundary."""
+    """Write events to `<events_dir>/events-r<rank>.jsonl`, and for `tierckpt goodput` the progress
+    of the training; empty: no file."""
     export: str = ""
     """Exporters of metrics, separated by commas: `prometheus 9400` (on this machine alone),
     `prometheus *:9400` (also to others), `prometheus FILE.prom`, `opentelemetry URL`, `tensorboard
     FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty: none."""
     trace_dir: str = ""
-    """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
-    trace_steps: int = 50
-    """Number of steps of every run in the timeline: a few are enough, and the files of a thousand
-    ranks stay small."""
+    """Write a timeline of the first 50 steps to `<trace_dir>/trace-r<rank>.json`; empty: no file,
+    and no cost."""
     best: str = "lowest"
     """The best metric, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a loss), or
     the `highest` (an accuracy)."""

@@ -108,20 +108,15 @@ class Settings(TypedDict, total=False):
     looks, too; or a stage of yours (see `tierckpt.stages`). `{node}` stands for the node. Default:
     `""`."""
     events_dir: str | os.PathLike[str]
-    """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file. Default: `""`."""
-    heartbeat_seconds: float
-    """Write the progress of the training to `events_dir` this often, for `tierckpt goodput`; 0: at
-    every boundary. Default: `5.0`."""
+    """Write events to `<events_dir>/events-r<rank>.jsonl`, and for `tierckpt goodput` the progress
+    of the training; empty: no file. Default: `""`."""
     export: str
     """Exporters of metrics, separated by commas: `prometheus 9400` (on this machine alone),
     `prometheus *:9400` (also to others), `prometheus FILE.prom`, `opentelemetry URL`, `tensorboard
     FOLDER`, `wandb`, `mlflow` (see `tierckpt.exporters`); empty: none. Default: `""`."""
     trace_dir: str | os.PathLike[str]
-    """Write a timeline to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost. Default:
-    `""`."""
-    trace_steps: int
-    """Number of steps of every run in the timeline: a few are enough, and the files of a thousand
-    ranks stay small. Default: `50`."""
+    """Write a timeline of the first 50 steps to `<trace_dir>/trace-r<rank>.json`; empty: no file,
+    and no cost. Default: `""`."""
     best: str
     """The best metric, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a loss), or
     the `highest` (an accuracy). Default: `"lowest"`."""

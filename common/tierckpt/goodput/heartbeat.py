@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 IMPORTED_SECONDS = time.monotonic()
 """Import of this module, after torch: by `time.monotonic()`."""
+PERIOD_SECONDS = 5.0
+"""Between two records of progress; 0: a record at every boundary."""
 MOMENTS = ("failed", "noticed", "ended")
 """Moments of a restart in `RESTART_VARIABLE`, in Unix seconds."""
 
@@ -39,7 +41,7 @@ class Heartbeat(Part):
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
         """Of every job."""
-        return cls(job.log, job.config.heartbeat_seconds, job.group.size, job.start_seconds)
+        return cls(job.log, PERIOD_SECONDS, job.group.size, job.start_seconds)
 
     def __init__(
         self, log: EventLog, period_seconds: float, world: int, attach_seconds: float

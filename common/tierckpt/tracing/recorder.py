@@ -3,7 +3,7 @@
 The format is Chrome-trace JSON.
 
 Off unless `trace_dir` is set; then each rank appends to `<trace_dir>/trace-r<rank>.json` during the
-first `trace_steps` boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
+first 50 boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
 `about:tracing` and Perfetto.
 
 The file is a JSON array, never closed, which both viewers accept: everything written before
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from tierckpt.snapshot.copy_plan import CopyPlan
     from tierckpt.snapshot.snapshot import Snapshot
 
+STEPS = 50
+"""Steps of every run in the timeline: a few are enough, and the files of a thousand ranks stay
+small."""
 ROW_NAMES = ("training", "copier", "launches", "allreduce", "agent")
 TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))
 
@@ -349,7 +352,7 @@ def open_trace(
 
     path = Path(config.trace_dir) / f"trace-r{rank:05d}.json"
     try:
-        trace = Trace(path, rank, config.trace_steps, name_of, notice, config.agent != "inline")
+        trace = Trace(path, rank, STEPS, name_of, notice, config.agent != "inline")
     except (OSError, ValueError) as error:
         notice(f"no trace is recorded to {path}: {error}; check the setting trace_dir")
         return None

@@ -23,6 +23,8 @@ import os, sys, time
 begin = time.time()
 import torch, torch.distributed as dist
 import ddp_ckpt
+from tierckpt.goodput import heartbeat
+heartbeat.PERIOD_SECONDS = 0
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 journal = open(f"journal-r{{rank}}", "a", buffering=1)
@@ -79,7 +81,6 @@ def test_lost_steps_and_time_are_those_of_the_job(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TIERCKPT_SHM_DIR": str(shm_dir),
         "TIERCKPT_EVENTS_DIR": str(tmp_path / "events"),
-        "TIERCKPT_HEARTBEAT_SECONDS": "0",
     }
     started = time.time()
     done = subprocess.run(

@@ -26,7 +26,9 @@ import horovod.torch as hvd, torch
 import horovod_ckpt
 from tests.support.training import Net, Sentences, WIDTH
 from tierckpt import snapshot
+from tierckpt.tracing import recorder
 
+recorder.STEPS = 6
 snapshot.QUIET_SECONDS = 1e6  # however slow the machine is, reductions release
 
 def train(way, path, folder):
@@ -42,7 +44,7 @@ def train(way, path, folder):
     }
     optimizer = horovod_ckpt.DistributedOptimizer(
         torch.optim.Adagrad(params), **options.get(way, {"named_parameters": named}), model=net,
-        path=path, trace_dir=folder, trace_steps=6, release="backward", local_every_steps=0,
+        path=path, trace_dir=folder, release="backward", local_every_steps=0,
         local_every_seconds=0,
     )
     for _ in range(8):

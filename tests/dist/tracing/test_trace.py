@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ PARAMETERS = 5 * 2
 
 
 @only_layers_release()
+@mock.patch("tierckpt.tracing.recorder.STEPS", STEPS)
 def traced(place: Place, folder: str) -> None:
     # Buckets small enough for several of them.
     job = make_job(bucket_cap_mb=0.003)
@@ -30,7 +32,6 @@ def traced(place: Place, folder: str) -> None:
         when_busy="wait",
         local_every_steps=3,
         trace_dir=folder,
-        trace_steps=STEPS,
     )
     train(job, attached.ckpt, range(STEPS + 2))
     attached.ckpt.close()

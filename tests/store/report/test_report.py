@@ -12,6 +12,7 @@ import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -96,7 +97,7 @@ def jobs(example: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     usage = Path(recorded["trace_dir"], "usage-r00000.jsonl")
 
     def life(restore: int | None, **settings: Any) -> None:
-        with TinyJob(heartbeat_seconds=0.0, **settings) as job:
+        with TinyJob(**settings) as job:
             job.restore(restore)
             job.run(job.iteration + 5)
             lines = len(usage.read_text().splitlines()) if usage.exists() else 0
@@ -106,10 +107,14 @@ def jobs(example: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
             if restore is None:
                 raise KeyboardInterrupt
 
-    all_of_it = {**places, **recorded, "trace_steps": 100_000}
-    with pytest.raises(KeyboardInterrupt):
-        life(None, **all_of_it)
-    life(3, **all_of_it)
+    all_of_it = {**places, **recorded}
+    with (
+        mock.patch("tierckpt.goodput.heartbeat.PERIOD_SECONDS", 0.0),
+        mock.patch("tierckpt.tracing.recorder.STEPS", 100_000),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            life(None, **all_of_it)
+        life(3, **all_of_it)
     own = Path(recorded["events_dir"], "events-r00000.jsonl")
     (own.parent / "process-set-1").mkdir()  # what a process set records does not count
     foreign = own.read_text().replace('"version":1,', '"version":7777,')
