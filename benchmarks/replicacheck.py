@@ -115,7 +115,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
     meeting = f"file://{folder}/meeting-{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     one = Rank(name, folder)
-    steps = one.ckpt.config.replica_check_steps  # all slices, in each block
+    steps = one.ckpt.config.compared_steps  # all slices, in each block
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
         one.block(8, kind)

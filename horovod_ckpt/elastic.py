@@ -129,7 +129,7 @@ class ElasticAdapter(HorovodAdapter):
     def compare_replicas(self) -> None:
         """Compare the complete state before the group of ranks changes: a later group could not
         find out which ranks differ and since when. Collective. Raises ReplicaError, on all ranks,
-        with `on_drift="stop"`."""
+        with `replicas="stop"`."""
         self.handle.compare_replicas(not (self.half_way or self.handle.state.torn))
 
     def commit(self, step: Callable[[], None]) -> None:

@@ -57,6 +57,7 @@ __all__ = [
     "make_absolute",
     "one_of",
     "parse_notices",
+    "parse_replicas",
     "parse_signals",
     "within",
 ]
@@ -216,6 +217,8 @@ AUTOMATIC = [
 STORAGE_OPTIONS = "persistent_storage_options"
 
 
+ROUND_STEPS = 50
+"""Boundaries in which replicas are compared once, unless `replicas` says otherwise."""
 DAY_SECONDS, YEAR_SECONDS = 24 * 3600, 365 * 24 * 3600
 """Limits for times: longer than any useful wait, and short enough for every clock of the system
 (some are limited to 25 days)."""
@@ -235,6 +238,20 @@ def within(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # NaN is not
         named = {DAY_SECONDS: " (a day)", YEAR_SECONDS: " (a year)"}.get(int(most), "")
         raise ConfigError(f"{name} is {value}; it must be from {least} to {most}{named}")
+
+
+def parse_replicas(text: str) -> tuple[int, bool]:
+    """From `replicas`: the boundaries in which everything is compared once, 0 if nothing is; and
+    True to stop if replicas differ. Raises ConfigError."""
+    if text == "off":
+        return 0, False
+    found = re.fullmatch(r"(warn|stop)(?: every ([1-9]\d*))?", text)
+    if found is None:
+        raise ConfigError(
+            f"replicas is {text!r}; give warn, stop or off, perhaps with the boundaries in which "
+            "everything is compared once: warn every 100, stop every 100"
+        )
+    return int(found[2] or ROUND_STEPS), found[1] == "stop"
 
 
 CLOUDS = ("aws", "gcp", "azure")
@@ -363,9 +380,8 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first wrong setting, or two that do not fit."""
     at_least("rollback_to", config.rollback_to, 0)
     one_of("when_busy", config.when_busy, ("skip", "wait"))
-    one_of("on_drift", config.on_drift, ("warn", "stop"))
     one_of("data_witness", config.data_witness, ("error", "warn", "off"))
-    at_least("replica_check_steps", config.replica_check_steps, 0)
+    parse_replicas(config.replicas)
     one_of("release", config.release, ("auto", "backward", "forward"))
     one_of("agent", config.agent, ("process", "inline"))
     within("agent_linger_seconds", config.agent_linger_seconds, 0, YEAR_SECONDS)
@@ -541,12 +557,11 @@ class Config(Struct, frozen=True):
     debugging and for environments without child processes."""
     agent_linger_seconds: float = 60.0
     """Time that an agent waits for a new trainer after its own was killed, before it ends."""
-    replica_check_steps: int = 50
+    replicas: str = "warn"
     """Compare parameters and optimizer state between ranks: one slice at each boundary, everything
-    once in N boundaries; 0: do not."""
-    on_drift: str = "warn"
-    """If replicas differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
-    ReplicaError on all ranks."""
+    once in 50 boundaries, or as many as you say: `warn every 100`. If replicas differ, `warn` with
+    an event, and mark versions as suspect; or `stop`, with a ReplicaError on all ranks. `off`: do
+    not compare."""
     data_witness: str = "error"
     """If a resumed loader gives another newest batch than before the restart: `error`, a
     RestoreError on all ranks before the first step; `warn`, with an event; `off`: do not
@@ -618,6 +633,16 @@ class Config(Struct, frozen=True):
     def here(self) -> str:
         """The name of this node, for `{node}` in `path`."""
         return self.node or socket.gethostname()
+
+    @property
+    def compared_steps(self) -> int:
+        """Boundaries in which everything is compared between ranks once; 0: nothing is."""
+        return parse_replicas(self.replicas)[0]
+
+    @property
+    def stops_on_drift(self) -> bool:
+        """True if a difference between replicas ends the job."""
+        return parse_replicas(self.replicas)[1]
 
     @property
     def idle(self) -> list[str]:

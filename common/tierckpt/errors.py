@@ -69,7 +69,7 @@ class PinError(TierckptError):
 
 
 class ReplicaError(TierckptError):
-    """Replicas differ, and `on_drift` is "stop". Raised on all ranks at the same boundary.
+    """Replicas differ, and `replicas` says "stop". Raised on all ranks at the same boundary.
 
     `names` has the first tensors that differ, and `ranks` those in the minority, if there is a
     majority.

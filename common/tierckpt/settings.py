@@ -66,12 +66,11 @@ class Settings(TypedDict, total=False):
     agent_linger_seconds: float
     """Time that an agent waits for a new trainer after its own was killed, before it ends. Default:
     `60.0`."""
-    replica_check_steps: int
+    replicas: str
     """Compare parameters and optimizer state between ranks: one slice at each boundary, everything
-    once in N boundaries; 0: do not. Default: `50`."""
-    on_drift: str
-    """If replicas differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
-    ReplicaError on all ranks. Default: `"warn"`."""
+    once in 50 boundaries, or as many as you say: `warn every 100`. If replicas differ, `warn` with
+    an event, and mark versions as suspect; or `stop`, with a ReplicaError on all ranks. `off`: do
+    not compare. Default: `"warn"`."""
     data_witness: str
     """If a resumed loader gives another newest batch than before the restart: `error`, a
     RestoreError on all ranks before the first step; `warn`, with an event; `off`: do not compare.

@@ -40,7 +40,7 @@ class Member:
             path=path,
             memory_every_steps=1,
             local_every_seconds=0,  # no version goes to a disk
-            replica_check_steps=0,
+            replicas="off",
         )
         self.loss = float("inf")
 

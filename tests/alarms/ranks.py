@@ -38,7 +38,7 @@ from tierckpt.replicas import replica_check, replicated_state
 
 RANKS = 2
 STEPS = (4, 7, 50)
-"""`replica_check_steps`."""
+"""Boundaries in which replicas are compared once."""
 WAYS = ((None, None), (1, None), (1, 1), (None, 1))
 """LOOK_BYTES (1: slices one by one) and INLINE_BYTES (1: shared with a copier)."""
 BLOCK, BLOCK_SECONDS = 150, 12.0
@@ -137,7 +137,7 @@ def run(name: str, seed: int, place: Path, check_steps: int) -> Told:
         extra=script.extra,
         **settings,
         memory_every_steps=5,
-        replica_check_steps=check_steps,
+        replicas=f"warn every {check_steps}",
         agent="inline",
         halt_signals="",
         on_event=events.append,

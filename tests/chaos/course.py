@@ -140,7 +140,7 @@ class Course:
             "peer_interface": "lo",
             "slots": self._plan.shape.slots,
             "agent_linger_seconds": LINGER_SECONDS,
-            "replica_check_steps": ROUNDS_STEPS[self.life % len(ROUNDS_STEPS)],
+            "replicas": f"warn every {ROUNDS_STEPS[self.life % len(ROUNDS_STEPS)]}",
         }
         if self._cluster.launcher.endswith(JOURNAL):
             # 0: a killed job leaves the last version on local, and a journal.

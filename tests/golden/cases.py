@@ -214,7 +214,7 @@ ONE_PROCESS = [
             Restart(
                 "suspect",
                 (0, 2, {"local": 1}),
-                {**READING, "on_drift": "stop"},
+                {**READING, "replicas": "stop"},
                 edits=[
                     *SWITCHED_OFF,
                     ("write", DISK + "v0000000004.g000001.suspect", "replicas differ"),
@@ -616,14 +616,14 @@ SEVERAL_RANKS = [
                 [("train", 4), ("tamper", 1), ("train", 4), *END],
                 2,
                 DDP,
-                {**WRITING, "replica_check_steps": 1, "local_keep_last": 4},
+                {**WRITING, "replicas": "warn every 1", "local_keep_last": 4},
             )
         ],
         [
             Restart(
                 "stop",
                 (0, 2, {"local": 2}),
-                {**READING, "on_drift": "stop"},
+                {**READING, "replicas": "stop"},
                 2,
                 DDP,
                 SWITCHED_OFF,

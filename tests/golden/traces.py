@@ -260,7 +260,7 @@ def of_ranks_that_differ(place: Place) -> Events:
             if job.ckpt.version == 6 and job.rank == 1:
                 job.net.weight.detach()[0, 1] += 1
 
-        settings = {"replica_check_steps": 2, "local_keep_last": 9, "slots": 3}
+        settings = {"replicas": "warn every 2", "local_keep_last": 9, "slots": 3}
         return Job(place, group, **settings).run(12, flip).end()
 
     return of_ranks(place, 3, program)

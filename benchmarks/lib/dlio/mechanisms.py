@@ -79,7 +79,7 @@ class Tierckpt(PyTorchCheckpointing):
             group=ddp_ckpt.TorchGroup(),
             path=os.path.join(self.args.checkpoint_folder, FOLDER),
             forward_changes="*",
-            replica_check_steps=0,
+            replicas="off",
             local_keep_last=max(2, self.args.num_checkpoints_write),
             on_event=self._event,
         )

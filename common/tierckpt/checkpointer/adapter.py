@@ -153,7 +153,7 @@ class Handle:
         """Compare the complete state of all ranks; collective. `whole`: this rank's state is not
         torn.
 
-        Raises ReplicaError, on all ranks, if replicas differ and `on_drift` is `stop`.
+        Raises ReplicaError, on all ranks, if replicas differ and `replicas` says `stop`.
         """
         parts = self._checkpointer._parts
         version = self.version if whole else None

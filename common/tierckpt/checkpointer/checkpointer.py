@@ -621,7 +621,7 @@ class Checkpointer(CheckpointerCore):
         ranks are at different steps. It is not stored either if `restore(version=...)` went back
         and no step was made since: newer versions stay.
 
-        With `on_drift="stop"` it raises ReplicaError on all ranks, at the end, if replicas are
+        With `replicas="stop"` it raises ReplicaError on all ranks, at the end, if replicas are
         found to differ only now. If a level lacks the last version, an error says so; with
         `requeue_exit_status` it raises SystemExit then, when all is released, unless the job is
         halted.

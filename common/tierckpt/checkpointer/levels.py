@@ -330,7 +330,7 @@ class Tiers:
                 self.history,
                 flush_order(config, group, self._node, job, host),
                 Backlog(config, self.agent, agreement, reports.passed_over),
-                Spared(config.replica_check_steps > 0 and group.size > 1),
+                Spared(config.compared_steps > 0 and group.size > 1),
             )
             self.slot_handoff = SlotHandoff(group, resources.pool, self.agent, agreement, reports)
             undo.pop_all()

@@ -248,7 +248,7 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         text = f"suspect, as replicas differed when they were taken: {some(numbers, MAX_SHOWN)}"
         console.print(f"{text}: {reason}", soft_wrap=True, markup=False)
     if any(row.suspect for row in rows):
-        text = 'with on_drift="stop", a restart takes the newest version not suspect, if any'
+        text = 'with replicas="stop", a restart takes the newest version not suspect, if any'
         console.print(text, soft_wrap=True, markup=False)
     own = [row for row in rows if not row.elsewhere]
     if own and not any(row.next for row in own):

@@ -41,7 +41,7 @@ class Files:
         on_event, callbacks, config_file: as for a `Checkpointer`.
         settings: see `tierckpt.Config`. A step, in `local_every_steps`, is a call of
             `need_checkpoint`, or a version where the program makes no such calls. Settings of a
-            training (`boundary`, `release`, `replica_check_steps`, `trace_dir`) have no effect.
+            training (`boundary`, `release`, `replicas`, `trace_dir`) have no effect.
 
     Raises ConfigError on all ranks for settings that differ or are wrong, JobBusyError if another
     job uses the path.

@@ -529,7 +529,7 @@ class Forks(Part):
         with contextlib.ExitStack() as undo:
             with barrier:
                 look = self._reader.look(wanted, barrier)
-                id_ = look.choose(wanted, self._config.on_drift == "stop")
+                id_ = look.choose(wanted, self._config.stops_on_drift)
                 origin = record or self._origin(wanted, id_, look, order.selection, barrier)
                 origin = replace(origin, held=True)
                 if record is None:
@@ -621,7 +621,7 @@ class Forks(Part):
         wanted, barrier = Wanted(given.path, given.version), ErrorBarrier(self._group)
         with barrier:
             look = self._reader.look(wanted, barrier)
-            id_ = look.choose(wanted, self._config.on_drift == "stop")
+            id_ = look.choose(wanted, self._config.stops_on_drift)
             found = self._reader.read(wanted, look, id_, bar, barrier)
         order = ForkOrder(text, selection, strict)
         forked = self._load(found, wanted, order, lambda adapter: None)

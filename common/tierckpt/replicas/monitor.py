@@ -135,10 +135,10 @@ class Drift:
         if (clean := self._spared.version) is not None:
             how = (
                 f"with restore(version={clean.version}); or with "
-                'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
+                'replicas="stop" (TIERCKPT_REPLICAS=stop), and restore() takes it by itself'
             )
-            if self._config.on_drift == "stop":
-                how = 'and restore() takes it by itself, as on_drift is "stop"'
+            if self._config.stops_on_drift:
+                how = 'and restore() takes it by itself, as replicas says "stop"'
             return (
                 f"v{clean.version} is the newest version on disk known to be equal on all "
                 f"ranks. Restart the job {how}"
@@ -222,13 +222,13 @@ class ReplicaMonitor(Part):
         counts as shared has become each rank's own, and then calls `shared_changed`. `drift` learns
         the newest version known to be equal everywhere, and of differences."""
         used = any(config.uses(level) for level in INTERVALS)
-        self.active = config.replica_check_steps > 0 and group.size > 1 and used
+        self.active = config.compared_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
         """The difference, from its detection until all is equal again."""
         self.error: ReplicaError | None = None
         """The error to raise at the end of this boundary, on all ranks."""
-        self._slices = config.replica_check_steps
-        self._stop = config.on_drift == "stop"
+        self._slices = config.compared_steps
+        self._stop = config.stops_on_drift
         self._group, self._state, self._reports = group, state, reports
         self._find_apart = find_apart
         self._submit, self._drift = submit, drift
@@ -299,7 +299,7 @@ class ReplicaMonitor(Part):
         return self._inquiry is not None or self._unsure > 0
 
     def failure(self) -> ReplicaError | None:
-        """With `on_drift="stop"`, that replicas differ."""
+        """With `replicas="stop"`, that replicas differ."""
         error, self.error = self.error, None
         return error
 
@@ -614,7 +614,7 @@ class ReplicaMonitor(Part):
         self._emit(version, text, logging.ERROR)
 
     def _stop_for(self, found: Finding, text: str) -> None:
-        """With `on_drift="stop"`, prepare the error for the end of this boundary."""
+        """With `replicas="stop"`, prepare the error for the end of this boundary."""
         if self._stop:
             self.error = ReplicaError(text, found.names, found.odd or ())
 

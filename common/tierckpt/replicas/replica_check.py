@@ -458,7 +458,7 @@ SILENT = (
     "replicas were not compared at the last {boundaries} boundaries: on some rank, weights or "
     "optimizer state change between each boundary and the next optimizer step (are weights "
     "clipped, broadcast, or swapped for averages there?). Do that before the boundary, step() of "
-    "the checkpointer; or set replica_check_steps=0 to turn the comparison off"
+    'the checkpointer; or set replicas="off" to turn the comparison off'
 )
 
 

@@ -109,7 +109,7 @@ class RestoreNotices:
             other = (
                 f"{clean} is the newest that is not. To take that: restore(version={clean.version})"
                 f", `{rollback_command(self._config.directory, clean.version)}` before the next "
-                'start, or on_drift="stop" (TIERCKPT_ON_DRIFT=stop)'
+                'start, or replicas="stop" (TIERCKPT_REPLICAS=stop)'
             )
         else:
             other = f"it was asked for; {clean} is the newest that is not"
@@ -433,7 +433,7 @@ class VersionSearch:
         """The version to restore; `on_failure` closes it."""
         try:
             self._judge_inventory()
-            if self.version is None and self._config.on_drift == "stop" and self._history.suspects:
+            if self.version is None and self._config.stops_on_drift and self._history.suspects:
                 found = self._find_sound(on_failure, self._history.suspects.keys())
                 if found is not None:
                     self.passed_over = self._history.newer_suspects(found.plan.id)
@@ -557,7 +557,7 @@ class VersionSearch:
                 self._candidates.note(problem)
 
     def _judge_suspects(self, found: VersionId) -> None:
-        """Report suspect versions that are skipped (`on_drift="stop"`). If the run before already
+        """Report suspect versions that are skipped (`replicas="stop"`). If the run before already
         restarted from the same version, and its replicas differed again before any newer version, a
         launcher could retry forever: RestoreError on all ranks."""
         if not self.passed_over:
@@ -576,13 +576,13 @@ class VersionSearch:
                 "run would start from the same version, so it stops: a launcher could otherwise "
                 "retry forever. Nothing was changed",
                 f"Find the cause first. Then restore(version={found.version}) tries {found} once "
-                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) continues from the newest version, '
+                'more; replicas="warn" (TIERCKPT_REPLICAS=warn) continues from the newest version, '
                 "suspect or not",
             )
         self._notices.of_all(
-            f"{found} is restored, the newest version that is not suspect, as on_drift is "
+            f"{found} is restored, the newest version that is not suspect, as replicas says "
             f'"stop". {why}. To restore a suspect version: restore(version='
-            f'{newest.version}), or on_drift="warn"',
+            f'{newest.version}), or replicas="warn"',
             logging.WARNING,
         )
 

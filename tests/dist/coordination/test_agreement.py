@@ -248,7 +248,7 @@ def with_commits_that_fail_on_rank_one(bad: list[int], place: Place) -> dict[str
         job = make_job()
         # One agent for each rank: a node's agent is started by its first rank.
         # Without the replica check, which keeps a version of its own.
-        alone = {"node": f"node{rank()}", "replica_check_steps": 0}
+        alone = {"node": f"node{rank()}", "replicas": "off"}
         attached = attach(job, place, local_every_steps=1000, **alone)
         course = {}
         for version in range(1, 7):
@@ -272,7 +272,7 @@ def test_an_incomplete_version_does_not_count_in_retention(
 def resume(place: Place) -> int:
     """Resume from memory, and write one more version to disk."""
     job = make_job(seed=2)
-    alone = {"node": f"node{rank()}", "replica_check_steps": 0}
+    alone = {"node": f"node{rank()}", "replicas": "off"}
     attached = attach(job, place, local_every_steps=1000, **alone)
     restored = attached.ckpt.restore()
     train(job, attached.ckpt, range(restored, restored + 1))

@@ -43,7 +43,7 @@ def new_job(seed: int = 1) -> Job:
 
 def attach(job: Job, place: Place, events: list[tierckpt.Event], **settings: Any) -> Any:
     adapter = import_adapter() if under_horovod() else __import__("ddp_ckpt")
-    settings = {"agent": "inline", "local_every_steps": 1, "replica_check_steps": 2, **settings}
+    settings = {"agent": "inline", "local_every_steps": 1, "replicas": "warn every 2", **settings}
     where = {"path": place.path, "shm_dir": place.shm}
     return adapter.Checkpointer(
         job.model, job.optimizers, **where, **settings, on_event=events.append

@@ -366,7 +366,7 @@ def drifted(place: Place) -> list[Any]:
 
 
 def told_to_stop(place: Place) -> str:
-    script = Script(place, seed=1, on_drift="stop").start()
+    script = Script(place, seed=1, replicas="stop").start()
     script.train_to(4)
     next(script.state.model.parameters()).data.add_(rank())
     script.state.on_hosts_updated(1, 2)

@@ -57,7 +57,7 @@ class Trial:
             path=place.path,
             shm_dir=place.shm,
             agent="inline",
-            **{"replica_check_steps": ROUND, "local_every_seconds": 0, **settings},
+            **{"replicas": f"warn every {ROUND}", "local_every_seconds": 0, **settings},
             on_event=self.events.append,
         )
         self.rank, self.iteration = dist.get_rank(), 0
@@ -203,7 +203,7 @@ def damaged_by_horovod(place: Place) -> dict[str, Any]:
     """Like `damaged`, with a weight and optimizer state, and several passes per step."""
     job = make_horovod_job(Small, passes=2)
     events: list[tierckpt.Event] = []
-    settings = {"replica_check_steps": ROUND, "agent": "inline", "local_every_seconds": 0}
+    settings = {"replicas": f"warn every {ROUND}", "agent": "inline", "local_every_seconds": 0}
     where = {"path": place.path, "shm_dir": place.shm}
     adapter = import_adapter()
     ckpt = adapter.Checkpointer(
@@ -263,7 +263,7 @@ def apart(place: Place, cases: list[tuple[str, int]]) -> list[tuple[int, int]]:
 
 def _apart(place: Place, way: str, at: int) -> tuple[int, int]:
     events: list[tierckpt.Event] = []
-    settings = {"replica_check_steps": 1, "agent": "inline", "local_every_seconds": 0}
+    settings = {"replicas": "warn every 1", "agent": "inline", "local_every_seconds": 0}
     where = {"path": place.path, "shm_dir": place.shm, "on_event": events.append}
     job = make_horovod_job(Small)
     model, optimizer = job.model, job.optimizers[0]
@@ -340,7 +340,7 @@ def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
         job.optimizers,
         extra=job.extra,
         **settings,
-        replica_check_steps=ROUND,
+        replicas=f"warn every {ROUND}",
         agent="inline",
         on_event=events.append,
     )

@@ -80,7 +80,7 @@ def test_rank_zeros_metric_decides_on_all_nodes(ranks: Any, tmp_path: Path, shm_
 
 def pin_one(place: Place) -> tuple[Any, ...]:
     # Otherwise v1 would stay until a newer version is known to be the same on all ranks.
-    job, attached = start(GLOO, place, replica_check_steps=0)
+    job, attached = start(GLOO, place, replicas="off")
     course = train(job, attached.ckpt, range(3))
     attached.ckpt.save(now=True)
     pinned = attached.ckpt.pin(3)

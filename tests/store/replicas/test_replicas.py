@@ -31,6 +31,7 @@ from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import ThreadGroup, run_ranks
 
 ROUND = 4
+STOP = f"stop every {ROUND}"
 
 
 class Ranks:
@@ -81,7 +82,7 @@ class Rank:
         self.optimizer = job.optimizer(self.net.parameters(), lr=0.01)
         self.events: list[tierckpt.Event] = []
         common = {
-            "replica_check_steps": ROUND,
+            "replicas": f"warn every {ROUND}",
             "local_every_steps": 1,
             "local_every_seconds": 0,
             "agent": "inline",
@@ -346,7 +347,7 @@ def test_of_three_ranks_the_odd_one_is_named_and_the_job_stopped(ranks: Ranks) -
         rank.leave()
         return version, raised.value.names, raised.value.ranks
 
-    told = ranks.run(stopped, size=3, on_drift="stop")
+    told = ranks.run(stopped, size=3, replicas=STOP)
     assert len(set(told)) == 1
     assert told[0][1:] == (("model/2.weight",), (2,))
     assert told[0][0] <= 2 * ROUND + ROUND + 2
@@ -385,7 +386,7 @@ def test_off_it_looks_at_nothing(ranks: Ranks) -> None:
         rank.ckpt.close()
         return rank.loud()
 
-    assert ranks.run(train, replica_check_steps=0) == [[], []]
+    assert ranks.run(train, replicas="off") == [[], []]
 
 
 def test_steps_that_change_nothing_are_reported_once(ranks: Ranks) -> None:
@@ -539,11 +540,11 @@ def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
     late: int, ranks: Ranks
 ) -> None:
     """The job ends in each iteration from the flip of a bit until all ranks know the difference."""
-    for drifted in ranks.run(Apart(flip=2 * ROUND, skip=2 * ROUND + late), replica_check_steps=1):
+    for drifted in ranks.run(Apart(flip=2 * ROUND, skip=2 * ROUND + late), replicas="warn every 1"):
         assert len(drifted) == 1
 
 
-# --- consequences of on_drift="stop" -------------------------------------------------------------
+# --- consequences of replicas="stop" -------------------------------------------------------------
 
 
 def stopped(rank: Rank, at: int = 1) -> int:
@@ -559,7 +560,7 @@ def stopped(rank: Rank, at: int = 1) -> int:
 
 
 def test_a_job_that_stopped_resumes_from_a_version_not_suspect(ranks: Ranks) -> None:
-    clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), on_drift="stop")
+    clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), replicas=STOP)
 
     def again(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
         restored = rank.ckpt.restore(version)
@@ -570,8 +571,8 @@ def test_a_job_that_stopped_resumes_from_a_version_not_suspect(ranks: Ranks) -> 
     assert newest > clean
     assert suspect
     assert f"v{newest} was restored and is suspect" in text
-    assert 'on_drift="stop"' in text
-    (version, suspect, (text,)), (other, *_) = ranks.run(again, on_drift="stop")
+    assert 'replicas="stop"' in text
+    (version, suspect, (text,)), (other, *_) = ranks.run(again, replicas=STOP)
     assert version == other
     assert version == clean
     assert suspect == ""
@@ -579,7 +580,7 @@ def test_a_job_that_stopped_resumes_from_a_version_not_suspect(ranks: Ranks) -> 
     assert f"v{newest}, " in text
     assert "model/2.weight: rank 0 and rank 1 differ" in text
     ask = partial(again, version=newest)
-    version, suspect, (text,) = ranks.run(ask, on_drift="stop")[0]
+    version, suspect, (text,) = ranks.run(ask, replicas=STOP)[0]
     assert version == newest
     assert "it was asked for" in text
 
@@ -589,8 +590,8 @@ def test_a_job_that_stopped_resumes_from_a_version_not_suspect(ranks: Ranks) -> 
         rank.ckpt.close()
         return rank.ckpt.version, rank.loud()[1:]
 
-    assert ranks.run(on, on_drift="stop") == [(clean + 3 * ROUND, [])] * 2
-    assert ranks.run(again, on_drift="stop")[0] == (clean + 3 * ROUND, "", [])
+    assert ranks.run(on, replicas=STOP) == [(clean + 3 * ROUND, [])] * 2
+    assert ranks.run(again, replicas=STOP)[0] == (clean + 3 * ROUND, "", [])
 
 
 def test_a_job_that_stops_again_and_again_is_not_tried_forever(ranks: Ranks) -> None:
@@ -599,8 +600,8 @@ def test_a_job_that_stops_again_and_again_is_not_tried_forever(ranks: Ranks) -> 
         stopped(rank, 0)
         return version
 
-    clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), on_drift="stop")
-    assert ranks.run(again, on_drift="stop") == [clean] * 2, "it may have been a cosmic ray"
+    clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), replicas=STOP)
+    assert ranks.run(again, replicas=STOP) == [clean] * 2, "it may have been a cosmic ray"
 
     def refused(rank: Rank) -> str:
         with pytest.raises(tierckpt.RestoreError, match="Nothing was changed") as raised:
@@ -608,12 +609,12 @@ def test_a_job_that_stops_again_and_again_is_not_tried_forever(ranks: Ranks) -> 
         rank.leave()
         return str(raised.value)
 
-    text, other = ranks.run(refused, on_drift="stop")
+    text, other = ranks.run(refused, replicas=STOP)
     assert text == other
     assert f"restore(version={clean}) tries" in text
-    assert "TIERCKPT_ON_DRIFT=warn" in text
-    assert ranks.run(lambda r: tried(r, clean), on_drift="stop") == [clean] * 2
-    assert min(ranks.run(lambda r: tried(r, None), on_drift="warn")) > clean
+    assert "TIERCKPT_REPLICAS=warn" in text
+    assert ranks.run(lambda r: tried(r, clean), replicas=STOP) == [clean] * 2
+    assert min(ranks.run(lambda r: tried(r, None), replicas="warn")) > clean
 
 
 def tried(rank: Rank, version: int | None) -> int:
@@ -628,14 +629,14 @@ def test_where_all_are_suspects_the_newest_is_taken(ranks: Ranks) -> None:
             rank.train(8, apart=True)
         rank.leave()
 
-    ranks.run(drift, on_drift="stop")
+    ranks.run(drift, replicas=STOP)
 
     def again(rank: Rank) -> tuple[int, list[str]]:
         version = rank.ckpt.restore().version
         rank.leave()
         return version, rank.loud()
 
-    (version, (text,)), _ = ranks.run(again, on_drift="stop")
+    (version, (text,)), _ = ranks.run(again, replicas=STOP)
     assert version == 2
     assert "there is no older one that is not suspect" in text
 
@@ -649,7 +650,7 @@ def test_a_drift_seen_only_at_the_end_is_raised_then(ranks: Ranks) -> None:
         assert rank.ckpt.closed
         return rank.ckpt.version, rank.told("committed")
 
-    for version, committed in ranks.run(late, on_drift="stop"):
+    for version, committed in ranks.run(late, replicas=STOP):
         assert version == 3 * ROUND + 1
         assert committed
     assert {id_.version for id_ in SuspectMarks(ranks.folder(0)).all()} >= {3 * ROUND + 1}
@@ -665,7 +666,7 @@ def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:
         with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ"):
             train(rank)
 
-    ranks.run(late, on_drift="stop")
+    ranks.run(late, replicas=STOP)
 
 
 # --- no drift -----------------------------------------------------------------------------------
@@ -693,7 +694,7 @@ def test_weights_written_without_a_version_counter_are_no_drift(
         rank.ckpt.close()
         return [e.text() for e in rank.events if e.name == "drifted"], len(rank.loud())
 
-    (told, loud), (quiet, _) = ranks.run(program, on_drift="stop")
+    (told, loud), (quiet, _) = ranks.run(program, replicas=STOP)
     assert len(told) == len(quiet) == 2
     assert loud == 2
     assert all("were alike again two steps later" in text for text in told)
@@ -734,4 +735,4 @@ def test_state_in_lists_is_walked_over_a_few_times_a_round(
         return rank.loud()
 
     ranks.optimizer = Listing
-    assert not any(ranks.run(program, replica_check_steps=slices))
+    assert not any(ranks.run(program, replicas=f"warn every {slices}"))

@@ -26,7 +26,7 @@ from tierckpt.errors import ConfigError
 NAME = {str: "text", int: 7, float: 2.5, bool: True}
 """A valid value of each type, for settings that take any."""
 CHOICES = {
-    "on_drift": "stop",
+    "replicas": "stop every 7",
     "data_witness": "warn",
     "when_busy": "wait",
     "release": "forward",
@@ -237,6 +237,10 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
         ("release", "later"),
         ("boundary", "auto"),
         ("path", ""),
+        *(
+            ("replicas", text)
+            for text in ("stop every", "warn every 0", "off every 5", "every 5", "5")
+        ),
         ("overhead_budget", 0.0),
         ("overhead_budget", 1.0),
         ("overhead_budget", 3),
@@ -253,6 +257,21 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         load_config({setting: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "stops"),
+    [
+        ("warn", 50, False),
+        ("stop", 50, True),
+        ("off", 0, False),
+        ("warn every 1", 1, False),
+        ("stop every 200", 200, True),
+    ],
+)
+def test_replicas_says_how_often_and_what_follows(text: str, steps: int, stops: bool) -> None:
+    config = load_config({"replicas": text}, {})
+    assert (config.compared_steps, config.stops_on_drift) == (steps, stops)
 
 
 def test_never_is_a_value(tmp_path: Path) -> None:
