@@ -289,7 +289,7 @@ def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -
             when_busy="wait",
             persistent_path=far,
             persistent_every_steps=1,
-            persistent_keep_every=1,
+            persistent_keep="2, every 1",
             persistent_codecs="delta, zstd",
         )
         for step in (size.late, size.late + size.loaded):

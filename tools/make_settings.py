@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierckpt.config import AUTOMATIC, FOLDERS, STORAGE_OPTIONS, TABLES
+from tierckpt.config import AUTOMATIC, FOLDERS, KEEP, STORAGE_OPTIONS, TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "common" / "tierckpt" / "config.py"
@@ -50,6 +50,7 @@ def lines() -> Iterator[str]:
         assert (kind == "Steps") == (name in AUTOMATIC), name
         kind = "str | os.PathLike[str]" if name in PATHS else TYPES.get(kind, kind)
         kind = "str | Mapping[str, Any]" if name == STORAGE_OPTIONS else kind
+        kind = "str | int" if name in KEEP else kind
         yield f"{INDENT}{name}: {kind}"
         text = f"{QUOTES}{meaning} Default: `{default}`.{QUOTES}"
         for line in textwrap.wrap(text, WIDTH - len(INDENT), break_on_hyphens=False):

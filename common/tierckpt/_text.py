@@ -29,7 +29,7 @@ def counted(number: int, one: str, several: str = "") -> str:
 
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.4) -> list[str]:
     """The names that the writer of `name` may have meant: those that end with it, as in
-    `local_keep_best` for `keep_best`, or else the most similar one. Empty if none is similar."""
+    `local_codecs` for `codecs`, or else the most similar one. Empty if none is similar."""
     known = [*known]
     longer = [each for each in known if each.endswith(f"_{name}")]
     return longer or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)

@@ -20,7 +20,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Self, get_type_hints
 from urllib.parse import urlsplit
 
 from msgspec import Struct, field
@@ -37,6 +37,7 @@ __all__ = [
     "DAY_SECONDS",
     "DEFAULT_ID_BYTES",
     "FOLDERS",
+    "KEEP",
     "NAME_BYTES",
     "NOT_SETTINGS",
     "PREFIX",
@@ -48,6 +49,7 @@ __all__ = [
     "MemoryConfig",
     "PeerConfig",
     "PersistentConfig",
+    "RetentionPolicy",
     "Steps",
     "at_least",
     "check",
@@ -66,6 +68,43 @@ __all__ = [
 AUTO: Literal["auto"] = "auto"
 """Stands for a number of steps: as often as the overhead budget allows; see `core.tuning`."""
 Steps = int | Literal["auto"]
+
+
+class RetentionPolicy(Struct, frozen=True):
+    """Rules that keep versions of a level; a version stays if one of the rules keeps it."""
+
+    keep_last: int = 2
+    """Number of newest versions to keep; at least one always stays."""
+    keep_every: int = 0
+    """Keep a version every so many steps, see `core.retention.milestones`; 0: none."""
+    keep_best: int = 0
+    """Number of best versions by metric to keep; 0: none. Of two equal metrics the newer version is
+    better; versions without a metric are never best."""
+    best_is_low: bool = True
+    """True: a smaller metric is better. False: a larger one."""
+
+    @classmethod
+    @functools.cache
+    def of_setting(cls, text: str, name: str) -> Self:
+        """From `2, every 1000, best 3 highest`. Raises ConfigError that names the setting."""
+        found: dict[str, str] = {}
+        for part in text.split(","):
+            rule = _KEEP_RULE.fullmatch(" ".join(part.split()))
+            each = {k: v for k, v in rule.groupdict().items() if v} if rule else {}
+            if not each or found.keys() & each.keys():
+                raise ConfigError(
+                    f"{name} is {text!r}; give the number of newest versions, and perhaps which "
+                    'others: "2", "2, every 1000", "2, best 3", "2, best 3 highest"'
+                )
+            found |= each
+        low = found.pop("which", "") != "highest"
+        return cls(**{f"keep_{k}": int(v) for k, v in found.items()}, best_is_low=low)
+
+
+_KEEP_RULE = re.compile(
+    r"(?P<last>[1-9]\d*)|every (?P<every>[1-9]\d*)"
+    r"|best (?P<best>[1-9]\d*)(?: (?P<which>lowest|highest))?"
+)
 
 
 class MemoryConfig(Struct, frozen=True):
@@ -87,14 +126,11 @@ class LocalConfig(Struct, frozen=True):
     every_seconds: float = 60.0
     """Take one also after this time, which bounds the loss, however long a step is; 0: not by
     time."""
-    keep_last: int = 2
-    """Number of newest complete versions to keep (at least 1)."""
-    keep_every: int = 0
-    """Also keep a version every so many steps: each multiple, or the next version if a multiple
-    was not taken; 0: none."""
-    keep_best: int = 0
-    """Also keep this number of best versions, by the metric given at boundaries (see `best`); 0:
-    none."""
+    keep: str = "2"
+    """Versions to keep: the number of newest complete ones; perhaps also one every so many steps
+    (each multiple, or the next version if a multiple was not taken), and a number of best ones, by
+    the metric given at boundaries: `2, every 1000, best 3`. Of a metric that shall grow, an
+    accuracy: `best 3 highest`."""
     in_place: bool = True
     """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
     and are committed without a copy (see `storage.slots`). False: each level has its own copy."""
@@ -106,6 +142,11 @@ class LocalConfig(Struct, frozen=True):
     codecs: str = ""
     """Codecs applied to shards on the way to the level, in this order: `incremental`, `zstd
     level=1`, `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: none."""
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        """`keep`."""
+        return RetentionPolicy.of_setting(self.keep, "local_keep")
 
 
 MAX_PORT = 65535
@@ -171,13 +212,8 @@ class PersistentConfig(Struct, frozen=True):
     with at most half of the time spent on flushing."""
     every_seconds: float = 600.0
     """Take one also after this time; 0: not by time."""
-    keep_last: int = 2
-    """Number of newest versions to keep (at least 1)."""
-    keep_every: int = 0
-    """Also keep a version every so many steps: each multiple, or the next version if a multiple
-    was not taken; 0: none."""
-    keep_best: int = 0
-    """Also keep this number of best versions, as `local_keep_best` does; 0: none."""
+    keep: str = "2"
+    """Versions to keep, as `local_keep`."""
     bytes_per_second: float = 0.0
     """Limit of each node's rate; 0: no limit."""
     codecs: str = ""
@@ -190,6 +226,11 @@ class PersistentConfig(Struct, frozen=True):
 
     def __repr__(self) -> str:
         return repr_without(self, "storage_options")
+
+    @property
+    def retention(self) -> RetentionPolicy:
+        """`keep`."""
+        return RetentionPolicy.of_setting(self.keep, "persistent_keep")
 
     def options(self) -> dict[str, Any]:
         """`storage_options` as keyword arguments."""
@@ -215,6 +256,8 @@ AUTOMATIC = [
 ]
 """Settings that may be `auto`."""
 STORAGE_OPTIONS = "persistent_storage_options"
+KEEP = ("local_keep", "persistent_keep")
+"""Texts that may also be given as a number."""
 
 
 ROUND_STEPS = 50
@@ -398,19 +441,14 @@ def check(config: Config) -> None:
             f"overhead_budget is {config.overhead_budget}; it must be a share of the training "
             "time, 0.0001 or more and below 1 (0.03 is 3 %)"
         )
-    one_of("best", config.best, ("lowest", "highest"))
-    at_least("local_keep_last", config.local.keep_last, 1)
-    for name in ("memory_every_steps", "memory_every_seconds"):
-        at_least(name, getattr(config.memory, name.removeprefix("memory_")), 0)
-    for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
-        at_least(f"local_{name}", getattr(config.local, name), 0)
+    for level in ("memory", "local", "persistent"):
+        for name in ("every_steps", "every_seconds"):
+            at_least(f"{level}_{name}", getattr(getattr(config, level), name), 0)
     at_least("local_journal_steps", config.local.journal_steps, 0)
     within("the port of peer_interface", config.peer.port, 0, MAX_PORT)
-    persistent = config.persistent
-    at_least("persistent_keep_last", persistent.keep_last, 1)
-    for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
-        at_least(f"persistent_{name}", getattr(persistent, name), 0)
-    at_least("persistent_bytes_per_second", persistent.bytes_per_second, 0)
+    at_least("persistent_bytes_per_second", config.persistent.bytes_per_second, 0)
+    for kept in (config.local, config.persistent):
+        _ = kept.retention
     _check_protected(config)
     _check_codecs(config)
     _check_exporters(config)
@@ -449,10 +487,11 @@ def _check_codecs(config: Config) -> None:
             f"local_codecs is {config.local.codecs!r}: delta is for versions that the persistent "
             "level keeps for a long time (persistent_codecs); local_codecs takes incremental"
         )
-    if persistent.delta and config.persistent.path and not config.persistent.keep_every:
+    if persistent.delta and config.persistent.path and not config.persistent.retention.keep_every:
         raise ConfigError(
             f"persistent_codecs is {config.persistent.codecs!r}, but delta stores only versions "
-            "that persistent_keep_every keeps, and that is 0: set it, or leave out delta"
+            "that are kept every so many steps, and persistent_keep is "
+            f'{config.persistent.keep!r}: make it "2, every 1000", or leave out delta'
         )
     if local.hides and config.local.journal_steps:
         raise ConfigError(
@@ -604,9 +643,6 @@ class Config(Struct, frozen=True):
     trace_dir: str = ""
     """Write a timeline of the first 50 steps to `<trace_dir>/trace-r<rank>.json`; empty: no file,
     and no cost."""
-    best: str = "lowest"
-    """The best metric, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a loss), or
-    the `highest` (an accuracy)."""
     overhead_budget: float = 0.03
     """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
     seconds applies all the same."""
@@ -635,8 +671,14 @@ class Config(Struct, frozen=True):
         return self.node or socket.gethostname()
 
     @property
+    def best(self) -> str:
+        """The best metric, as the levels keep it: the `lowest`, or the `highest`."""
+        low = self.local.retention.best_is_low and self.persistent.retention.best_is_low
+        return "lowest" if low else "highest"
+
+    @property
     def compared_steps(self) -> int:
-        """Boundaries in which everything is compared between ranks once; 0: nothing is."""
+        """Boundaries in which replicas are compared once; 0: they are not."""
         return parse_replicas(self.replicas)[0]
 
     @property
@@ -792,6 +834,8 @@ def _convert(key: str, value: Any, source: str) -> Any:
         )
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if key in KEEP and type(value) is int:
+        value = str(value)
     if key == STORAGE_OPTIONS:
         return _storage_options(value, source)
     if value == AUTO and key in AUTOMATIC:

@@ -116,9 +116,6 @@ class Settings(TypedDict, total=False):
     trace_dir: str | os.PathLike[str]
     """Write a timeline of the first 50 steps to `<trace_dir>/trace-r<rank>.json`; empty: no file,
     and no cost. Default: `""`."""
-    best: str
-    """The best metric, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a loss), or
-    the `highest` (an accuracy). Default: `"lowest"`."""
     overhead_budget: float
     """Limit of the share of training time that checkpoints on `auto` intervals take. An interval in
     seconds applies all the same. Default: `0.03`."""
@@ -133,14 +130,11 @@ class Settings(TypedDict, total=False):
     local_every_seconds: float
     """Take one also after this time, which bounds the loss, however long a step is; 0: not by time.
     Default: `60.0`."""
-    local_keep_last: int
-    """Number of newest complete versions to keep (at least 1). Default: `2`."""
-    local_keep_every: int
-    """Also keep a version every so many steps: each multiple, or the next version if a multiple was
-    not taken; 0: none. Default: `0`."""
-    local_keep_best: int
-    """Also keep this number of best versions, by the metric given at boundaries (see `best`); 0:
-    none. Default: `0`."""
+    local_keep: str | int
+    """Versions to keep: the number of newest complete ones; perhaps also one every so many steps
+    (each multiple, or the next version if a multiple was not taken), and a number of best ones, by
+    the metric given at boundaries: `2, every 1000, best 3`. Of a metric that shall grow, an
+    accuracy: `best 3 highest`. Default: `"2"`."""
     local_in_place: bool
     """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
     and are committed without a copy (see `storage.slots`). False: each level has its own copy.
@@ -171,13 +165,8 @@ class Settings(TypedDict, total=False):
     with at most half of the time spent on flushing. Default: `0`."""
     persistent_every_seconds: float
     """Take one also after this time; 0: not by time. Default: `600.0`."""
-    persistent_keep_last: int
-    """Number of newest versions to keep (at least 1). Default: `2`."""
-    persistent_keep_every: int
-    """Also keep a version every so many steps: each multiple, or the next version if a multiple was
-    not taken; 0: none. Default: `0`."""
-    persistent_keep_best: int
-    """Also keep this number of best versions, as `local_keep_best` does; 0: none. Default: `0`."""
+    persistent_keep: str | int
+    """Versions to keep, as `local_keep`. Default: `"2"`."""
     persistent_bytes_per_second: float
     """Limit of each node's rate; 0: no limit. Default: `0.0`."""
     persistent_codecs: str

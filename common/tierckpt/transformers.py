@@ -504,7 +504,8 @@ class Fit:
         return self._state.grad_norm, self._state.learning_rate
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Keep the metric by which the Trainer chooses its best model, for `keep_best`."""
+        """Keep the metric by which the Trainer chooses its best model, for `best`
+        in `local_keep`."""
         name = self._trainer.args.metric_for_best_model
         if name:
             name = name if name.startswith("eval_") else f"eval_{name}"

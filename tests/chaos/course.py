@@ -133,8 +133,8 @@ class Course:
             # Memory stands for the disks, and must not be both levels at once.
             "local_in_place": False,
             "persistent_every_seconds": 0,
-            "local_keep_last": KEEP_LAST,
-            "persistent_keep_last": KEEP_LAST,
+            "local_keep": KEEP_LAST,
+            "persistent_keep": KEEP_LAST,
             # Another number of ranks may be too few, or too many on one node, for the scheme.
             "peer_redundancy": self._plan.shape.scheme if life.ranks == RANKS else "none",
             "peer_interface": "lo",

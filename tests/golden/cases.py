@@ -362,8 +362,7 @@ ONE_PROCESS = [
                 settings={
                     **WRITING,
                     "local_every_steps": 1,
-                    "local_keep_last": 1,
-                    "local_keep_best": 2,
+                    "local_keep": "1, best 2",
                 },
             )
         ],
@@ -373,7 +372,7 @@ ONE_PROCESS = [
             Restart(
                 "kept on",
                 (0, 9, {"local": 1}),
-                {**CONTINUING, "local_keep_last": 1, "local_keep_best": 1},
+                {**CONTINUING, "local_keep": "1, best 1"},
                 edits=SWITCHED_OFF,
                 then="save 3",
             ),
@@ -418,7 +417,7 @@ ONE_PROCESS = [
         "rollback_asked",
         "a command asks the next start to go back",
         [
-            Run([("train", 7), *END], settings={**WRITING, "local_keep_last": 3}),
+            Run([("train", 7), *END], settings={**WRITING, "local_keep": 3}),
             Tool(["rollback", "@ROOT@/disk", "4"]),
         ],
         [
@@ -431,7 +430,7 @@ ONE_PROCESS = [
         "rollback_done",
         "a run went back, and left nothing",
         [
-            Run([("train", 7), *END], settings={**WRITING, "local_keep_last": 3}),
+            Run([("train", 7), *END], settings={**WRITING, "local_keep": 3}),
             Run([("restore",), ("abandon",)], settings={**WRITING, "rollback_to": 4}),
         ],
         [
@@ -449,10 +448,10 @@ ONE_PROCESS = [
         "rollback_over",
         "a run went back, and has newer versions",
         [
-            Run([("train", 7), *END], settings={**WRITING, "local_keep_last": 4}),
+            Run([("train", 7), *END], settings={**WRITING, "local_keep": 4}),
             Run(
                 [("restore",), ("train", 2), *END],
-                settings={**WRITING, "rollback_to": 2, "local_keep_last": 4},
+                settings={**WRITING, "rollback_to": 2, "local_keep": 4},
             ),
         ],
         [
@@ -616,7 +615,7 @@ SEVERAL_RANKS = [
                 [("train", 4), ("tamper", 1), ("train", 4), *END],
                 2,
                 DDP,
-                {**WRITING, "replicas": "warn every 1", "local_keep_last": 4},
+                {**WRITING, "replicas": "warn every 1", "local_keep": 4},
             )
         ],
         [
@@ -640,7 +639,7 @@ SEVERAL_RANKS = [
                 [("train", 7), *END],
                 2,
                 DDP,
-                {**WRITING, **nodes(2), "local_keep_last": 3},
+                {**WRITING, **nodes(2), "local_keep": 3},
             ),
             Edit(SWITCHED_OFF),
             Tool(["rollback", "@ROOT@/disk/n1", "4"]),
@@ -1044,9 +1043,7 @@ PERSISTENT = [
                     *[("train", 1), ("wait",)] * 6,
                     ("close",),
                 ],
-                settings=flushing(
-                    persistent_every_steps=1, persistent_keep_last=1, persistent_keep_every=4
-                ),
+                settings=flushing(persistent_every_steps=1, persistent_keep="1, every 4"),
             )
         ],
         [
@@ -1168,7 +1165,7 @@ CODECS = [
                     **WRITING,
                     "local_every_steps": 100,
                     "local_codecs": "incremental full_every=4, zstd, aes-gcm",
-                    "local_keep_last": 3,
+                    "local_keep": 3,
                 },
                 variables=SECRET,
             ),
@@ -1206,7 +1203,7 @@ CODECS = [
                 DDP,
                 flushing(
                     persistent_every_steps=1,
-                    persistent_keep_every=1,
+                    persistent_keep="2, every 1",
                     persistent_codecs="delta full_every=4, zstd",
                 ),
             )
@@ -1408,7 +1405,7 @@ FORKS = [
             Restart(
                 "the source keeps it",
                 (0, 4, {"local": 1}),
-                {**CONTINUING, "local_keep_last": 1},
+                {**CONTINUING, "local_keep": 1},
                 then="save 3",
             ),
             Restart(

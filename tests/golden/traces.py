@@ -141,21 +141,21 @@ def measured(job: Job) -> None:
 
 
 def best(place: Place) -> Events:
-    settings = {"local_keep_best": 1, "local_keep_last": 1}
+    settings = {"local_keep": "1, best 1"}
     job = Job(place, **settings)
     measured(job)
     return job.run(8, measured).end()
 
 
 def gone_back(place: Place) -> Events:
-    first = Job(place, local_keep_last=5).run(5).end("abandon")
-    job = Job(place, local_keep_last=5).restore().run(7).restore(4).run(6)
+    first = Job(place, local_keep=5).run(5).end("abandon")
+    job = Job(place, local_keep=5).restore().run(7).restore(4).run(6)
     return [*first, "--", *job.end()]
 
 
 def rolled_back(place: Place) -> Events:
-    first = Job(place, local_keep_last=5).run(5).end()
-    return [*first, "--", *Job(place, local_keep_last=5, rollback_to=3).restore().run(5).end()]
+    first = Job(place, local_keep=5).run(5).end()
+    return [*first, "--", *Job(place, local_keep=5, rollback_to=3).restore().run(5).end()]
 
 
 def on_demand(place: Place) -> Events:
@@ -175,7 +175,7 @@ def pinned(place: Place) -> Events:
         if job.ckpt.version == 7:
             job.ckpt.unpin(3)
 
-    return Job(place, local_keep_last=1).run(9, then).end()
+    return Job(place, local_keep=1).run(9, then).end()
 
 
 def forked(place: Place) -> Events:
@@ -260,7 +260,7 @@ def of_ranks_that_differ(place: Place) -> Events:
             if job.ckpt.version == 6 and job.rank == 1:
                 job.net.weight.detach()[0, 1] += 1
 
-        settings = {"replicas": "warn every 2", "local_keep_last": 9, "slots": 3}
+        settings = {"replicas": "warn every 2", "local_keep": 9, "slots": 3}
         return Job(place, group, **settings).run(12, flip).end()
 
     return of_ranks(place, 3, program)
@@ -271,10 +271,8 @@ JOBS: dict[str, Callable[[Place], Events]] = {
     "every third step on disk": lambda place: Job(place, local_every_steps=3).run(8).end(),
     "memory alone": lambda place: Job(place, local_every_steps=0).run(4).end(),
     "three levels": lambda place: Job(place, **far(place)).run(7).end(),
-    "one version far away": lambda place: (
-        Job(place, **far(place, persistent_keep_last=1)).run(7).end()
-    ),
-    "milestones": lambda place: Job(place, local_keep_every=3, local_keep_last=1).run(9).end(),
+    "one version far away": lambda place: Job(place, **far(place, persistent_keep=1)).run(7).end(),
+    "milestones": lambda place: Job(place, local_keep="1, every 3").run(9).end(),
     "the best versions": best,
     "killed": killed,
     "killed, memory lost": lambda place: killed(place, "memory"),

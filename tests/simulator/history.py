@@ -93,7 +93,7 @@ class Plan:
             "local_every_steps": pick([1, 2, 3, 5]),
             "local_every_seconds": 0.0,
             "memory_every_steps": pick([1, 1, 2]),
-            "local_keep_last": pick([1, 2, 2, 3]),
+            "local_keep": pick([1, 2, 2, 3]),
         }
         if pick([True, False]):
             settings["persistent_every_steps"] = pick([2, 4, 7])

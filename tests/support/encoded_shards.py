@@ -136,7 +136,7 @@ def session(directory: Path, row: str = ROW, keep_last: int = 1) -> Iterator[Tra
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         theirs.setblocking(False)
-        settings = SessionSettings(str(directory), 0, 1, keep_last, 0, codecs=row)
+        settings = SessionSettings(str(directory), 0, 1, str(keep_last), codecs=row)
         made = TrainerSession(settings, ours, NoServices())  # type: ignore[arg-type]
         made.store.create()
         yield made

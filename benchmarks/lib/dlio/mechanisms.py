@@ -80,7 +80,7 @@ class Tierckpt(PyTorchCheckpointing):
             path=os.path.join(self.args.checkpoint_folder, FOLDER),
             forward_changes="*",
             replicas="off",
-            local_keep_last=max(2, self.args.num_checkpoints_write),
+            local_keep=max(2, self.args.num_checkpoints_write),
             on_event=self._event,
         )
 

@@ -7,7 +7,7 @@ from tierckpt import lazy_exports
 if TYPE_CHECKING:
     from .address import AgentFiles, AgentSettings, environment_fingerprint
     from .client import AgentClient, AgentConnection
-    from .flusher import Bases, EncodedSource, Flusher, LostBaseError, open_base, retention_policy
+    from .flusher import Bases, EncodedSource, Flusher, LostBaseError, open_base
     from .mirror import Mirror
     from .pipeline import Hosted, HostedOrder, ShardGuard, Stage, open_shard, sound_image
     from .protocol import PROTOCOL, AgentAddress, AgentMessage, AgentStatus, AskProgress, Bye

@@ -36,7 +36,6 @@ from tierckpt.storage.persistent import (
     LeaseHeldError,
     PersistentError,
     PersistentStore,
-    RetentionPolicy,
     RetryPolicy,
     Throttle,
 )
@@ -59,7 +58,7 @@ from .protocol import (
     Problem,
 )
 
-__all__ = ["Flusher", "retention_policy"]
+__all__ = ["Flusher"]
 
 
 class UnfoldedSource(Struct):
@@ -420,7 +419,7 @@ class Flusher(Stage[FlushOrder]):
         self._note_progress()
         if self._cancelled:
             return
-        policy = retention_policy(self.settings)
+        policy = self.settings.retention
         try:
             store = self._open(order)
             self._arrivals.pin(store)
@@ -477,11 +476,13 @@ class Flusher(Stage[FlushOrder]):
         return result
 
     def _stays(self, order: FlushOrder) -> bool:
-        """Whether `keep_every` keeps the version. The run's first one counts only if it is a
-        multiple: the versions before it are not looked at."""
+        """Whether `every` in `persistent_keep` keeps the version. The run's first one counts only
+        if it is a multiple: the versions before it are not looked at."""
         last, version = self._last_stored, order.id.version
         before = last.id.version if last and last.run_id == order.name.run_id else version
-        return version in milestones({min(before, version - 1), version}, self.settings.keep_every)
+        return version in milestones(
+            {min(before, version - 1), version}, self.settings.retention.keep_every
+        )
 
     def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings
@@ -510,13 +511,8 @@ class Flusher(Stage[FlushOrder]):
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings
-        return PersistentStore(
-            settings.path,
-            retry=retry,
-            sleep=self._sleep,
-            on_retry=self._retried,
-            **settings.options(),
-        )
+        how = {"sleep": self._sleep, "on_retry": self._retried, **settings.options()}
+        return PersistentStore(settings.path, retry=retry, **how)
 
     def _open(self, order: FlushOrder) -> PersistentStore:
         """Return the store, opened by the first flush. The first node creates it: if another node
@@ -625,9 +621,3 @@ class Flusher(Stage[FlushOrder]):
             self._warned.add(warning)
         if is_new:
             answer(Problem(text, level="persistent", severity=logging.WARNING))
-
-
-def retention_policy(settings: PersistentSettings) -> RetentionPolicy:
-    """The policy of the persistent level."""
-    kept = (settings.keep_last, settings.keep_every, settings.keep_best)
-    return RetentionPolicy(*kept, best_is_low=settings.best == "lowest")

@@ -201,8 +201,6 @@ class PersistentSettings(PersistentConfig, frozen=True, forbid_unknown_fields=Tr
     """The persistent level's settings, and which of the job's nodes this one is."""
 
     node: int = 0
-    best: str = "lowest"
-    """The job's setting, see `Config.best`."""
 
 
 class SessionSettings(_Record, frozen=True):
@@ -212,8 +210,8 @@ class SessionSettings(_Record, frozen=True):
     """The directory of the local level."""
     shard: int
     shards: int
-    keep_last: int
-    keep_every: int
+    keep: str = "2"
+    """Which versions stay on the local level; see `config.RetentionPolicy`."""
     persistent: PersistentSettings | None = None
     """The persistent level, if there is one; its settings may hold secrets."""
     codecs: str = ""
@@ -346,7 +344,7 @@ class KnownNodes(_Record, frozen=True):
         return self.generation, digest(repr(self.agents).encode()).hex()
 
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------

@@ -35,8 +35,9 @@ from tierckpt import _faults
 from tierckpt._text import error_text
 from tierckpt.codecs.codec import Pipeline
 from tierckpt.codecs.shard_coding import Chain
+from tierckpt.config import RetentionPolicy
 from tierckpt.core.levels import PEER
-from tierckpt.core.retention import RetentionPolicy, retirable
+from tierckpt.core.retention import retirable
 from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.storage import file_lock
@@ -342,7 +343,7 @@ class TrainerSession:
     def _retire(self, message: Retire) -> None:
         """Apply retention to this rank's shards, and to those of ranks that no longer exist."""
         safe, lineage = message.safe, message.lineage
-        policy = RetentionPolicy(self.settings.keep_last, self.settings.keep_every)
+        policy = RetentionPolicy.of_setting(self.settings.keep, "local_keep")
         keep, void = {*message.keep}, {*message.void}
         held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]

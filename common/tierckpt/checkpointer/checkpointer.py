@@ -298,9 +298,10 @@ class Checkpointer(CheckpointerCore):
         Takes a checkpoint if one is due. An iteration without an optimizer step (gradient
         accumulation, a step skipped by the GradScaler) only counts as an iteration.
 
-        `metric` is a measurement of the current state, for `keep_best`; the one of rank 0 counts.
-        It does not make a checkpoint due (a following `save(now=True)` does). If your loop does not
-        call `step()`, set the attribute `metric` instead: the optimizer's next step clears it.
+        `metric` is a measurement of the current state, for `best` in `local_keep` and
+        `persistent_keep`; the one of rank 0 counts. It does not make a checkpoint due (a following
+        `save(now=True)` does). If your loop does not call `step()`, set the attribute `metric`
+        instead: the optimizer's next step clears it.
 
         With `boundary="forward"` the call only sets `metric`; an event reports that.
         """

@@ -322,8 +322,9 @@ class Tiers:
             )
             self.run_notes = RunNotes(config, group, topology, reports)
             self.peers = PeerSetup(config, group, topology, self.agent, groups)
+            kept = config.local.retention
             self.promotion = Promotion(
-                Best(config.local.keep_best, config.best == "lowest"),
+                Best(kept.keep_best, kept.best_is_low),
                 self.agent,
                 agreement,
                 self.peers,
@@ -457,9 +458,7 @@ def agent_client(
     is the same, so that this rank may start the agent too."""
     persistent = None
     if config.uses("persistent"):
-        level = asdict(config.persistent)
-        where = {"node": node.index, "best": config.best}
-        persistent = PersistentSettings(**{**level, **where})
+        persistent = PersistentSettings(**asdict(config.persistent), node=node.index)
     return AgentClient(
         AgentSettings(
             root=str(job.root),
@@ -472,8 +471,7 @@ def agent_client(
             directory=config.directory,
             shard=group.rank,
             shards=group.size,
-            keep_last=config.local.keep_last,
-            keep_every=config.local.keep_every,
+            keep=config.local.keep,
             persistent=persistent,
             codecs=config.local.codecs,
             ranks=node.ranks,

@@ -230,7 +230,7 @@ def lacking_room(
     if in_place:
         return (
             f"{needs} there for {count} slots each and the versions that they keep: some will not "
-            "be committed. Give it more memory, or set local_keep_last to less"
+            "be committed. Give it more memory, or let local_keep keep fewer"
         )
     return f"{needs} for {count} slots each: {too_small(place)}"
 

@@ -110,9 +110,7 @@ def redirected(config: Config) -> Config:
             config.local,
             every_steps=NEVER_STEPS,  # except for the last version: the level is in use
             every_seconds=0.0,
-            keep_last=1,
-            keep_every=0,
-            keep_best=0,
+            keep="1",
         ),
         peer=PeerConfig(),
         persistent=PersistentConfig(),

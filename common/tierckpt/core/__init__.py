@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
+    from tierckpt.config import RetentionPolicy
+
     from .branches import MAX_HONOURED, ForkSource, Rollback, RollbackRequest, check_alike
     from .branches import merged_rollbacks
     from .branches import nearest_version, pending_request, rollback_of_setting, source_of
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from .restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
     from .restore_plan import RestorePlan, Source, inventory_digest, newest_whole, pack_inventory
     from .restore_plan import plan_restore, unpack_inventory
-    from .retention import Best, HeldVersion, RetentionPolicy, best_of, milestones, retirable
-    from .retention import retirable_names
+    from .retention import Best, HeldVersion, best_of, milestones, retirable, retirable_names
     from .tuning import LOOK_STEPS, MIN_STEPS, SHARES, Change, Hysteresis
     from .tuning import LevelModel, RollingStats, StepTimer, Tuner, daly_seconds, optimum, overhead
     from .tuning import rates, whole_steps, within_budget, young_seconds

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from msgspec import Struct
 
+from tierckpt.config import RetentionPolicy
 from tierckpt.format.ids import (
     Lineage,
     VersionId,
@@ -68,20 +69,6 @@ class Spared:
     def versions(self) -> set[VersionId]:
         """The versions that retention must keep."""
         return {id_ for id_ in (self.version, self._next) if id_ is not None}
-
-
-class RetentionPolicy(Struct, frozen=True):
-    """Rules that keep versions; a version stays if one of the rules keeps it."""
-
-    keep_last: int = 2
-    """Number of newest versions to keep; at least one always stays."""
-    keep_every: int = 0
-    """Keep a version every so many steps, see `milestones`; 0: none."""
-    keep_best: int = 0
-    """Number of best versions by metric to keep; 0: none. Of two equal metrics the newer version is
-    better; versions without a metric are never best."""
-    best_is_low: bool = True
-    """True: a smaller metric is better. False: a larger one."""
 
 
 def milestones(versions: Iterable[int], every: int) -> set[int]:

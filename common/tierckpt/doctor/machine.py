@@ -259,7 +259,9 @@ def local(subject: Subject) -> Iterator[Finding]:
     if not subject.config.uses("local"):
         yield absent(name, "the settings use no local level", "set TIERCKPT_LOCAL_EVERY_SECONDS")
         return
-    copies = subject.config.local.keep_last + 1  # the oldest goes after the newest is complete
+    copies = (
+        subject.config.local.retention.keep_last + 1
+    )  # the oldest goes after the newest is complete
     if slots.expected(subject.config):
         copies = slots.most_files(subject.config, subject.config.slots or 2)
     found = of_directory(Need(directory, copies * subject.node_bytes), PLACE_SECONDS)
@@ -298,7 +300,7 @@ def persistent(subject: Subject) -> Iterator[Finding]:
     if is_url(path):
         yield _store(subject, name)
         return
-    copies = subject.config.persistent.keep_last + 1
+    copies = subject.config.persistent.retention.keep_last + 1
     found = of_directory(Need(path, copies * subject.state_bytes), PLACE_SECONDS)
     yield from _directory(subject, name, path, found, FOR_PERSISTENT, parents=False)
     mount = _mount(found)

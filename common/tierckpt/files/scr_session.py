@@ -151,7 +151,7 @@ def scr_settings(found: Mapping[str, str], nodes: int) -> ScrSettings:
         "job_id": f"scr-{job}",
         "local_every_steps": 1,
         "local_every_seconds": 0.0,
-        "local_keep_last": max(int(number["SCR_CACHE_SIZE"]), 1),
+        "local_keep": max(int(number["SCR_CACHE_SIZE"]), 1),
         **_redundancy(found["SCR_COPY_TYPE"], number, nodes),
         "halt_seconds_left": number["SCR_HALT_SECONDS"],
     }
@@ -159,7 +159,7 @@ def scr_settings(found: Mapping[str, str], nodes: int) -> ScrSettings:
         "persistent_path": os.path.join(prefix, ".tierckpt"),
         "persistent_every_steps": flush,
         "persistent_every_seconds": 0.0 if flush else 1e8,
-        "persistent_keep_last": int(number["SCR_PREFIX_SIZE"]) or KEEP_ALL,
+        "persistent_keep": int(number["SCR_PREFIX_SIZE"]) or KEEP_ALL,
     }
     return ScrSettings(
         prefix,

@@ -40,7 +40,7 @@ class Journal(Part):
         """An earlier run may have left files."""
         if not (self._left or self.starts_with):
             self.sleep("decided")
-        self._complete: deque[VersionId] = deque(maxlen=config.local.keep_last)
+        self._complete: deque[VersionId] = deque(maxlen=config.local.retention.keep_last)
         """The newest versions that became complete on all local disks in this run."""
 
     def decided(self, at: Boundary) -> None:

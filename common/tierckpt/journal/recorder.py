@@ -216,7 +216,7 @@ class JournalRecorder(Journal):
             self._follow(id_, id_.generation)
             if self._copies.on:
                 safe = rebuildable(safe, protected or self._first, self._most_steps)
-            self._writer.retire(self._owner.tidies, safe, self._config.local.keep_last)
+            self._writer.retire(self._owner.tidies, safe, self._config.local.retention.keep_last)
 
     def _keep_in_step(self, adapter: Callable[[], Any]) -> None:
         """The journal has stopped here, maybe not on other ranks: ask the state's objects for their

@@ -289,7 +289,8 @@ class TierCheckpoint(Callback):  # type: ignore[misc]
     `on_save_checkpoint` adds. ModelCheckpoint works beside it.
 
     Args:
-        monitor: name of a logged metric, for the setting `keep_best`; as in ModelCheckpoint.
+        monitor: name of a logged metric, for `best` in `local_keep` and `persistent_keep`; as in
+            ModelCheckpoint.
         generators: random generators that the training data draw from, if they are not found; as in
             `tierckpt.ResumableLoader`.
         settings: the keyword arguments of `ddp_ckpt.Checkpointer`, except `boundary`.

@@ -130,7 +130,7 @@ class _Runs:
             min(measured, key=lambda each: sign * (each.metric or 0.0)).best = True
 
     def _best(self) -> str:
-        """The job's setting `best`, as its last run had it."""
+        """Which metric is best, `lowest` or `highest`, as the job's last run had it."""
         noted = [node.record.best for node in self._in_order() if node.record and node.record.best]
         return noted[-1] if noted else load_config().best
 

@@ -431,8 +431,8 @@ def history(
     A tensor is read when it is looked up, and nothing else is: of each shard the header, and the
     blocks that contain the tensor, each compared with its checksum before use. This holds for every
     level, a store included, and needs neither the job nor a GPU. The versions are the complete ones
-    of the lineage that a restart continues; `Checkpointer.pin` and the settings `local_keep_every`
-    and `persistent_keep_every` decide which exist.
+    of the lineage that a restart continues; `Checkpointer.pin` and the settings `local_keep` and
+    `persistent_keep` decide which exist.
 
     A warning names what was asked for and is not there: versions that exist and cannot be read,
     patterns without a tensor in the first version, and the versions that there are if none is
@@ -444,7 +444,7 @@ def history(
             their names in `model.state_dict()`, and with a slash for tensors of an optimizer,
             `"optimizer/layer4.*/exp_avg"`.
         every: only multiples of this; where one is missing, the next version before the following
-            multiple, which is what `local_keep_every` and `persistent_keep_every` keep.
+            multiple, which is what `every` in `local_keep` and `persistent_keep` keeps.
         first, last: only versions from `first` to `last`, both included.
         run: a run's number in `tierckpt log`: its versions and those that it came from, also if the
             job went back to an older version since.
@@ -603,7 +603,7 @@ class SavedVersion:
             return RestoreError(
                 f"{where}: the job retired the version while it was read",
                 "Pin versions before you read them (tierckpt pin), or let the job keep them: "
-                "persistent_keep_every",
+                'persistent_keep="2, every 1000"',
             )
         return RestoreError(f"{where}: no sound copy of the tensor is left: {why}")
 

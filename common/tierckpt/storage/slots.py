@@ -306,9 +306,9 @@ def most_files(config: Config, slots: int) -> int:
     """Limit of a rank's images: in slots, committed, and given back for reuse.
 
     A committed image is often still in a slot; both are then one file. Versions that are kept
-    beyond `local_keep_last` need more files.
+    beside the newest need more files.
     """
-    return slots + config.local.keep_last + 1
+    return slots + config.local.retention.keep_last + 1
 
 
 def describe(config: Config, slots: int, shard_bytes: int) -> str:
@@ -317,7 +317,7 @@ def describe(config: Config, slots: int, shard_bytes: int) -> str:
         f"{config.directory} is memory ({memory_kind(Path(config.directory))}): slots are files "
         "there, and versions are committed without a copy. A rank takes up to "
         f"{most_files(config, slots)} x {shard_bytes} bytes of it, and more for versions that are "
-        "kept beyond local_keep_last"
+        "kept beside the newest"
     )
 
 

@@ -599,7 +599,7 @@ class StageConformance:
         """Three versions of a job, on a local level."""
         from .tiny_job import TinyJob
 
-        settings: dict[str, Any] = {"agent": "inline", "local_keep_last": 3}
+        settings: dict[str, Any] = {"agent": "inline", "local_keep": 3}
         with TinyJob(tmp_path / "job", shm_dir=str(tmp_path), **settings) as job:
             job.run(3)
         return self._versions(tmp_path / "job")

@@ -28,7 +28,7 @@ def job(job: Job) -> Job:
     version."""
     job.settings.update(
         path=str(job.folder / "{node}" / "ckpts"),
-        local_keep_last=1,
+        local_keep=1,
         peer_redundancy="partner",
         peer_interface="lo",
         persistent_path=str(job.folder / "shared"),

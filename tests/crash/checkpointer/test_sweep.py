@@ -57,7 +57,7 @@ def test_a_trainer_is_killed(where: str, job: Job) -> None:
 def test_an_agent_is_killed_and_later_the_machine(job: Job) -> None:
     """Before the manifest of v8 has its name, in the second commit."""
     rank, rule = 0, "kill@file:op=rename,hit=4"
-    job.settings.update(when_busy="wait", local_keep_last=1)
+    job.settings.update(when_busy="wait", local_keep=1)
     crash = "kill@script:step=22,phase=backward"  # the boundary of v20 has waited for v16
     life = job.live({rank: rule, 1 - rank: crash})
     assert job.fired(rank, rule)

@@ -16,7 +16,7 @@ OTHER = {"decay": 0.5}
 
 def diverged(job: Job) -> None:
     """A run with v4, v8, v12 and v16 on disk, and v18 in memory, that was killed."""
-    job.settings.update(local_every_steps=4, local_keep_last=9, when_busy="wait")
+    job.settings.update(local_every_steps=4, local_keep=9, when_busy="wait")
     life = job.start(gates={"stand": 18}).waiting("stand")
     job.wait_for(lambda: job.both_have(lambda r: on_disk(job, r)) == 16, "v16 on disk")
     job.wait_for(lambda: job.both_have(job.in_memory_of) == 18, "v18 in memory")

@@ -41,7 +41,7 @@ def job(job: Job, shm_root: Path) -> Iterator[Job]:
     disk.mkdir()
     job.store = LocalStore(disk / "ckpts")
     job.settings.update(
-        path=str(job.store.directory), local_in_place=True, local_keep_last=1, when_busy="wait"
+        path=str(job.store.directory), local_in_place=True, local_keep=1, when_busy="wait"
     )
     yield job
     job.kill_everything()

@@ -98,7 +98,7 @@ def test_a_rollback_by_the_environment_is_made_once(
 ) -> None:
     """The next start, in the same environment, continues from where the second run was."""
     plain = undisturbed()
-    job = make_job({"local_every_steps": 1, "local_keep_last": 99, "when_busy": "wait"})
+    job = make_job({"local_every_steps": 1, "local_keep": 99, "when_busy": "wait"})
     assert not job.start("backward:1:11").ended()
     environment = {"TIERCKPT_ROLLBACK_TO": "3"}
     back = job.start("backward:0:8", environment)

@@ -23,7 +23,7 @@ STEPS = 5
 
 def settings(shared: str) -> dict[str, Any]:
     more: dict[str, Any] = {"local_codecs": "incremental, zstd"}
-    more |= {"persistent_codecs": "delta, zstd level=1, zstd", "persistent_keep_every": 1}
+    more |= {"persistent_codecs": "delta, zstd level=1, zstd", "persistent_keep": "2, every 1"}
     return persistent_settings(shared, local_every_steps=1, **more)
 
 

@@ -20,7 +20,7 @@ def start(group: StarGroup, folder: str, shm_dir: str, rollback_to: int, steps: 
         group=group,
         node=NODES[group.rank],
         shm_dir=shm_dir,
-        local_keep_last=20,
+        local_keep=20,
         agent="inline",
         rollback_to=rollback_to,
     )

@@ -21,7 +21,7 @@ def _job(group: StarGroup, path: str, shm_dir: str, **settings: Any) -> TinyJob:
         node=f"n{group.rank % 2}",
         shm_dir=shm_dir,
         agent="inline",
-        local_keep_last=2,
+        local_keep=2,
         **settings,
     )
 

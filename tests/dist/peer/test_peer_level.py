@@ -176,7 +176,7 @@ def save_without_pause(place: Place) -> list[set[str]]:
     """Save versions faster than they are protected, and close; returns the shards and parity on
     this node's disk."""
     job = make_job()
-    attached = attach(job, place, **settings("rs 2+1"), local_keep_last=1)
+    attached = attach(job, place, **settings("rs 2+1"), local_keep=1)
     for step in range(6):
         train(job, attached.ckpt, range(step, step + 1))
         attached.ckpt.save(now=True)

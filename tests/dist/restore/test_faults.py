@@ -183,7 +183,7 @@ def test_a_version_retired_since_the_scan_is_scanned_for_once_more(
 ) -> None:
     """The newer version is restored."""
     place, shared = Place.under(tmp_path, shm_dir), tmp_path / "shared"
-    keep = {"persistent_keep_last": 3}
+    keep = {"persistent_keep": 3}
     before = ranks(2).run(persistent.train_and_close, place, str(shared), keep)
     persistent.lose_the_nodes(place)
     oldest, planned, newest = [n.stem for n in persistent.PersistentStore(str(shared)).versions()]

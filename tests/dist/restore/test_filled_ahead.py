@@ -40,7 +40,7 @@ class Wide(nn.Module):
 
 
 def leave_behind(place: Place) -> dict[int, str]:
-    settings = {"local_every_steps": 1, "local_keep_last": 2, "when_busy": "wait"}
+    settings = {"local_every_steps": 1, "local_keep": 2, "when_busy": "wait"}
     job = make_job(Wide)
     return crash_after(job, attach(job, place, **settings), STEPS)
 

@@ -196,7 +196,7 @@ def test_shards_of_two_runs_are_counted_apart(ranks: Any, tmp_path: Path) -> Non
 
 def leave_versions_on_disk(place: Place) -> dict[int, str]:
     job = make_job()
-    attached = attach(job, place, local_every_steps=1000, local_keep_last=4)
+    attached = attach(job, place, local_every_steps=1000, local_keep=4)
     course = {}
     for version in range(1, 4):
         course.update(train(job, attached.ckpt, range(version - 1, version)))

@@ -82,7 +82,7 @@ def trained(path: Path, shm: Path, steps: int, late: int) -> tuple[set[int], dic
 
 
 def checkpointer(model: Any, optimizer: Any, path: Path, shm: Path, **more: Any) -> Any:
-    given = {"path": path, "shm_dir": shm, "local_every_steps": 1, "local_keep_last": 99}
+    given = {"path": path, "shm_dir": shm, "local_every_steps": 1, "local_keep": 99}
     return ddp_ckpt.Checkpointer(
         model, optimizer, agent="inline", when_busy="wait", **given, **more
     )

@@ -27,7 +27,7 @@ def place_of(tmp_path: Path, shm_dir: Path) -> Place:
 
 def start(kind: str, place: Place, **settings: Any) -> tuple[Job, Attached]:
     job = make_job() if kind == GLOO else make_horovod_job()
-    given = {"local_every_steps": 1, "local_keep_last": 1, "slots": 3, "when_busy": "wait"}
+    given = {"local_every_steps": 1, "local_keep": 1, "slots": 3, "when_busy": "wait"}
     return job, attach(job, place, node=f"node{rank()}", **{**given, **settings})
 
 
@@ -69,12 +69,12 @@ def go_back(kind: str, place: Place, version: int) -> str:
 
 def test_rank_zeros_metric_decides_on_all_nodes(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place, kind = place_of(tmp_path, shm_dir), HOROVODRUN
-    before = ranks(2, kind).run(train_and_close, kind, place, local_keep_best=1)
+    before = ranks(2, kind).run(train_and_close, kind, place, local_keep="1, best 1")
     assert [kept for _, kept in before] == [[2, STEPS]] * 2
     # A run that finds only the files knows the best version, too.
     shutil.rmtree(shm_dir)
     shm_dir.mkdir()
-    assert ranks(2, kind).run(resume, kind, place, local_keep_best=1) == [[2, LATER]] * 2
+    assert ranks(2, kind).run(resume, kind, place, local_keep="1, best 1") == [[2, LATER]] * 2
     assert ranks(2, kind).run(go_back, kind, place, 2) == [course[2] for course, _ in before]
 
 

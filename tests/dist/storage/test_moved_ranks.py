@@ -25,7 +25,7 @@ def one_life(place: Place, nodes: list[str], steps: range) -> dict[str, Any]:
         peer_interface="lo",
         memory_every_steps=1,
         local_every_steps=1,
-        local_keep_last=KEEP,
+        local_keep=KEEP,
         when_busy="wait",
     )
     told = restored_into(job, attached)

@@ -23,7 +23,7 @@ sys.path += path
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import SessionSettings
 from tierckpt.storage.health import Need, examine
-client = AgentClient(AgentSettings(root, "job"), SessionSettings(root, 0, 2, 2, 0))
+client = AgentClient(AgentSettings(root, "job"), SessionSettings(root, 0, 2, "2"))
 client.start()
 while client.pid is None and not (problems := client.poll()):
     time.sleep(0.005)

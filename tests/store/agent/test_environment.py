@@ -62,7 +62,7 @@ from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import SessionSettings
 root, folder, ckpts, environment = sys.argv[1:]
 settings = AgentSettings(root, folder, linger_seconds=600.0)
-client = AgentClient(settings, SessionSettings(ckpts, 0, 2, 2, 0), environment=environment)
+client = AgentClient(settings, SessionSettings(ckpts, 0, 2, "2"), environment=environment)
 client.start()
 while client.pid is None:
     time.sleep(0.005)
@@ -159,9 +159,7 @@ def client_of(
     settings = AgentSettings(str(job.root), job.path.name)
     persistent = PersistentSettings(shared) if shared else None
     ckpts = str(tmp_path / "ckpts")
-    session = SessionSettings(
-        ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
-    )
+    session = SessionSettings(ckpts, shard, 2, keep="2", ranks=ranks, persistent=persistent)
     return AgentClient(settings, session, inline, what)
 
 

@@ -176,7 +176,7 @@ class Broken:
 
 
 def test_retention_that_fails_costs_no_version(node: MakeNode, place: Path) -> None:
-    zero = node(keep_last=1)
+    zero = node(keep="1")
     assert zero.flush(order(1)).complete
     with injected("eacces@file:op=rmdir"):
         said = zero.flush(order(2))
@@ -190,10 +190,10 @@ def test_retention_that_fails_costs_no_version(node: MakeNode, place: Path) -> N
 
 
 def test_one_folder_that_cannot_go_keeps_no_other_one(node: MakeNode, place: Path) -> None:
-    zero = node(keep_last=3)
+    zero = node(keep="3")
     for version in (1, 2, 3):
         zero.flush(order(version))
-    other = node(keep_last=1)
+    other = node(keep="1")
     with injected("eacces@file:op=rmdir"):
         other.flush(order(4))
     assert versions(place) == [4]
@@ -234,7 +234,7 @@ def pins(place: Path) -> list[int]:
 def test_the_node_that_completes_a_version_pins_it_as_it_is_on_local(
     node: MakeNode, place: Path, tmp_path: Path
 ) -> None:
-    zero, one = node(keep_last=1), node(node=1, keep_last=1)
+    zero, one = node(keep="1"), node(node=1, keep="1")
     wanted = pinned_on_local(tmp_path, 1, 0)
     zero.flush(wanted)
     assert pins(place) == []
@@ -251,7 +251,7 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
     def forbidden(*_: object) -> None:
         raise PersistentError("no right to pin", str(place), transient=False)
 
-    zero = node(keep_last=1)
+    zero = node(keep="1")
     with monkeypatch.context() as patch:
         patch.setattr(PersistentStore, "pin", forbidden)
         for version in (1, 2):
@@ -370,8 +370,8 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     code: int, node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without room for one more version, none would be committed, and retention would never run."""
-    zero, two = node(keep_last=3), having(order(4, 0), run_id="11fe", id=VersionId(2, 4))
-    successor = node(keep_last=1)
+    zero, two = node(keep="3"), having(order(4, 0), run_id="11fe", id=VersionId(2, 4))
+    successor = node(keep="1")
     for version in (1, 2, 3):
         assert zero.flush(order(version)).complete
     zero.flusher.close()
@@ -380,7 +380,7 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     broken = Broken(monkeypatch, code)
     said = successor.flush(having(two, id=VersionId(2, 5), iteration=5))
     assert type(said) is FlushFailed
-    assert "one more than persistent_keep_last must fit" in said.error
+    assert "one more than persistent_keep says must fit" in said.error
     assert versions(place) == [3], "the version that a restart would take stays"
     assert PersistentStore(str(place)).incomplete() == [two.name], "another node may be at it"
     broken.mended = True
@@ -391,7 +391,7 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
 def test_another_error_removes_nothing(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero, other = node(keep_last=2), node(keep_last=1)
+    zero, other = node(keep="2"), node(keep="1")
     for version in (1, 2):
         zero.flush(order(version))
     Broken(monkeypatch, errno.EACCES)

@@ -86,7 +86,7 @@ def node(shm_dir: Path, tmp_path: Path) -> Callable[..., tuple[AgentSettings, Se
     job.create()
 
     def settings(shard: int, linger: float = 0.0) -> tuple[AgentSettings, SessionSettings]:
-        session = SessionSettings(str(tmp_path / "ckpts"), shard, 2, keep_last=2, keep_every=0)
+        session = SessionSettings(str(tmp_path / "ckpts"), shard, 2, keep="2")
         return AgentSettings(str(job.root), job.path.name, linger_seconds=linger), session
 
     return settings
@@ -661,7 +661,7 @@ def test_its_folder_is_private_and_its_socket_checked(node: Any, shm_dir: Path) 
 def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path) -> None:
     job = JobDirectory.at(shm_dir, "j" * 120)
     job.create()
-    session = SessionSettings(str(tmp_path), 0, 1, 2, 0)
+    session = SessionSettings(str(tmp_path), 0, 1, "2")
     client = AgentClient(AgentSettings(str(job.root), job.path.name, linger_seconds=0), session)
     pid = reach(client)
     assert len(str(client.settings.place().address)) > 108

@@ -161,7 +161,7 @@ def test_every_request_that_cannot_be_started_is_answered(
         (AskProgress(), Problem("RuntimeError: ")),
         (Hello(PROTOCOL, None), Problem("ValueError: Hello is no order")),
     ]
-    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, "1")
     with served(settings, Broken()) as channel:
         for question, answer in asked:
             send_message(channel, question)
@@ -174,7 +174,7 @@ def test_every_request_that_cannot_be_started_is_answered(
 def test_an_unknown_message_is_answered_and_the_next_one_handled(
     garbage: bytes, tmp_path: Path
 ) -> None:
-    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, "1")
     with served(settings, NoServices()) as channel:
         channel.send(garbage)
         heard, _ = receive_message(channel)
@@ -216,7 +216,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         served.append(message.segment or "")
 
     monkeypatch.setattr(TrainerSession, "_commit", slow_commit)
-    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, "1", ranks=(0,))
     where = ListenSettings("secret", "lo", 0, "localhost")
     known_nodes = KnownNodes(2, ())
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
@@ -254,7 +254,7 @@ def test_work_handed_over_by_a_killed_trainer_is_done_with_or_without_a_reader(
         resume.wait()
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
-    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, "1", ranks=(0,))
     long = 1000 * "the third"
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
         for stem in ("the first", "the second", long):
@@ -312,7 +312,7 @@ def retire(
 def sessions(
     directory: Path, ranks: tuple[int, ...], of: int, keep_last: int
 ) -> list[SessionSettings]:
-    return [SessionSettings(str(directory), r, of, keep_last, 0, ranks=ranks) for r in ranks]
+    return [SessionSettings(str(directory), r, of, str(keep_last), ranks=ranks) for r in ranks]
 
 
 @pytest.mark.parametrize(("old", "new", "were", "are"), [
@@ -366,7 +366,7 @@ def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
 
 
 def test_slots_that_a_flush_still_reads_stay_until_it_ends(tmp_path: Path) -> None:
-    session = SessionSettings(str(tmp_path), 0, 1, keep_last=1, keep_every=0)
+    session = SessionSettings(str(tmp_path), 0, 1, keep="1")
     for version in (3, 4):
         shards(tmp_path, 2, version, [0], of=1)
     held = [kind(VersionId(2, 3), 0, 1) for kind in (ShardKey, ParityKey)]

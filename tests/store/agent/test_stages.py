@@ -128,7 +128,7 @@ def test_a_mirror_that_hangs_does_not_keep_a_job_from_its_start(
 
 
 def test_the_mirror_keeps_what_the_disk_keeps_and_two(start: Start, tmp_path: Path) -> None:
-    with start(local_keep_every=4) as job:
+    with start(local_keep="2, every 4") as job:
         steps(job, 10)
     kept = mirrored(tmp_path)
     assert kept[-1] == 10  # v9 may have been given up for it

@@ -47,7 +47,7 @@ def test_a_look_at_an_older_version_costs_no_newer_one(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
     """Nor one in memory alone."""
-    settings |= {"local_keep_last": 3}
+    settings |= {"local_keep": 3}
     job = TinyJob(path, local_every_steps=2, **settings).run(STEPS + 1)
     job.checkpointer.wait()
     job.checkpointer.abandon()
@@ -63,7 +63,7 @@ def test_a_look_at_an_older_version_costs_no_newer_one(
 def test_a_run_that_trains_on_from_it_has_given_up_the_rest(
     path: Path, settings: Any, course: dict[int, str], shm_dir: Path
 ) -> None:
-    settings |= {"local_keep_last": 3}
+    settings |= {"local_keep": 3}
     with TinyJob(path, **settings) as job:
         job.run(STEPS)
     with TinyJob(path, seed=99, **settings) as second:

@@ -25,10 +25,10 @@ def places(tmp_path: Path, shm_dir: Path) -> dict[str, Any]:
     return {
         "path": tmp_path / "ckpts",
         "shm_dir": str(shm_dir),
-        "local_keep_last": 20,
+        "local_keep": 20,
         "persistent_path": str(tmp_path / "far"),
         "persistent_every_steps": 3,
-        "persistent_keep_last": 20,
+        "persistent_keep": 20,
     }
 
 

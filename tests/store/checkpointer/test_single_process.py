@@ -223,7 +223,7 @@ def test_memory_lost_too_it_resumes_from_disk(
 def test_going_back_makes_the_versions_in_between_nobodys_past(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    settings["local_keep_last"] = 20
+    settings["local_keep"] = 20
     with TinyJob(path, **settings) as first:
         first.run(STEPS)
     with TinyJob(path, seed=99, **settings) as second:
@@ -245,7 +245,7 @@ def test_going_back_makes_the_versions_in_between_nobodys_past(
 
 @pytest.mark.usefixtures("inline_agent")
 def test_going_back_within_one_run(path: Path, settings: Any, course: dict[int, str]) -> None:
-    with TinyJob(path, local_keep_last=20, **settings) as job:
+    with TinyJob(path, local_keep=20, **settings) as job:
         job.run(STEPS)
         job.settle()
         assert job.restore(version=4) == 4
@@ -306,10 +306,10 @@ def test_a_missing_version_is_an_error_and_changes_nothing(
 
 @pytest.mark.usefixtures("inline_agent")
 def test_a_fresh_start_beside_old_files_keeps_them_with_a_report(path: Path, settings: Any) -> None:
-    with TinyJob(path, local_keep_last=1, **settings) as old:
+    with TinyJob(path, local_keep=1, **settings) as old:
         old.run(STEPS)
     before = {p.name: p.read_bytes() for p in path.glob("v*")}
-    with TinyJob(path, seed=5, local_keep_last=1, **settings) as fresh:
+    with TinyJob(path, seed=5, local_keep=1, **settings) as fresh:
         fresh.run(4)
         expected = fresh.fingerprint()
         assert any("starts afresh" in e.message for e in fresh.heard("notice"))
@@ -388,16 +388,16 @@ def test_a_version_that_was_not_yet_on_disk_is_not_missed(path: Path, settings: 
 def test_a_version_of_a_newer_format_ends_the_restart(
     path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
 ) -> None:
-    with TinyJob(path, local_every_steps=1, local_keep_last=8, **settings) as job:
+    with TinyJob(path, local_every_steps=1, local_keep=8, **settings) as job:
         job.run(2)
     with monkeypatch.context() as patch:
         for module in ("ids", "records", "shard_file"):
             patch.setattr(f"tierckpt.format.{module}.FORMAT_MAJOR", FORMAT_MAJOR + 1)
-        kept = {"local_every_steps": 1, "local_keep_last": 8, "agent": "inline"}
+        kept = {"local_every_steps": 1, "local_keep": 8, "agent": "inline"}
         with TinyJob(path, **kept, **settings) as job:
             job.restore()
             job.run(3)
-    with TinyJob(path, local_keep_last=8, **settings) as job:
+    with TinyJob(path, local_keep=8, **settings) as job:
         before = job.fingerprint()
         with pytest.raises(
             RestoreError, match=r"newer tierckpt wrote here: .*/v0*3\..*format version 2"

@@ -189,7 +189,7 @@ def test_an_unchanged_version_is_not_written_twice(path: Path) -> None:
 
 def test_each_save_stores_the_changes_since_the_previous_one(path: Path, shm_dir: Path) -> None:
     """One version of each number stays, independent of retention."""
-    settings = {"local_keep_last": 3, "local_keep_every": STEPS, "local_keep_best": 2}
+    settings = {"local_keep": f"3, every {STEPS}, best 2"}
     with TinyJob(path, **settings) as job:
         job.on_step = lambda job: job.checkpointer.save(now=True)
         for metric in range(STEPS):

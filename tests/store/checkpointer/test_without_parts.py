@@ -34,7 +34,7 @@ KERNEL = """
 import os, sys
 
 path, memory = sys.argv[1:]
-settings = {"shm_dir": memory, "local_every_steps": 1, "local_keep_last": 9}
+settings = {"shm_dir": memory, "local_every_steps": 1, "local_keep": 9}
 if os.fork() == 0:
     os.environ["TIERCKPT_FAULTS"] = "kill@sealed:version=5"  # read by the import
     from tierckpt.testing import TinyJob

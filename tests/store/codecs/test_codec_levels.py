@@ -122,7 +122,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "ckpts"
-    with job(local_codecs="incremental full_every=4", local_keep_last=2) as first:
+    with job(local_codecs="incremental full_every=4", local_keep=2) as first:
         first.run(STEPS)
     there = stored(folder)
     whole = [v for v, manifest in there.items() if manifest.encoding.base is None]
@@ -136,7 +136,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
 
 def test_a_version_that_lost_its_base_is_skipped(job: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ckpts"
-    with job(local_codecs="incremental full_every=3", local_keep_last=6) as first:
+    with job(local_codecs="incremental full_every=3", local_keep=6) as first:
         first.run(STEPS)
     bases = {v: m.encoding.base for v, m in stored(folder).items()}
     assert [v for v, base in bases.items() if base is None] == [1, 4]
@@ -152,7 +152,7 @@ def test_a_version_that_lost_its_base_is_skipped(job: Any, tmp_path: Path) -> No
 def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Path) -> None:
     """Anywhere in the file, or in the manifest: the previous version is restored."""
     folder = tmp_path / "ckpts"
-    with job(local_codecs="zstd, aes-gcm", local_keep_last=2) as first:
+    with job(local_codecs="zstd, aes-gcm", local_keep=2) as first:
         first.run(2)
     (data,) = folder.glob(f"v{2:010d}.*{ENCODED_SUFFIX}")
     (record,) = folder.glob(f"v{2:010d}.*.manifest")
@@ -182,7 +182,7 @@ def test_with_another_key_or_none_nothing_starts_and_the_reason_is_reported(
     """Not even from an older version that needs no key: a continuation would retire this one."""
     with job() as first:
         first.run(1)
-    with job(local_codecs="aes-gcm", local_keep_last=3) as first:
+    with job(local_codecs="aes-gcm", local_keep=3) as first:
         first.restore()
         first.run(3)
     monkeypatch.setenv(KEY_VARIABLE, key)
@@ -214,7 +214,7 @@ def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
     shared = tmp_path / "shared"
     row = "incremental full_every=8, aes-gcm"
     far = {"persistent_path": str(shared), "persistent_every_steps": 1, "persistent_codecs": row}
-    with job(local_codecs=row, local_keep_last=8, persistent_keep_last=8, **far) as first:
+    with job(local_codecs=row, local_keep=8, persistent_keep=8, **far) as first:
         for step in range(1, STEPS + 1):
             if step == 4:
                 monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
@@ -235,7 +235,7 @@ def test_a_run_refers_to_its_own_versions_only(
     """Another run's versions may have other rules, even if the agent that wrote them still runs."""
     row = "incremental full_every=8"
     far = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
-    settings = {"local_codecs": row, "persistent_codecs": row, "local_keep_last": 8, **far}
+    settings = {"local_codecs": row, "persistent_codecs": row, "local_keep": 8, **far}
     with job(**settings) as both:
         both.run(2)
         both.checkpointer.wait()
@@ -335,7 +335,7 @@ def test_a_job_continues_from_the_persistent_level(
         "persistent_codecs": row,
         "persistent_path": str(shared),
         "persistent_every_steps": 1,
-        "persistent_keep_last": 2,
+        "persistent_keep": 2,
     }
     with job(**settings) as first:
         for step in range(1, STEPS + 1):
@@ -363,8 +363,7 @@ def delta_settings(shared: Path, **more: Any) -> dict[str, Any]:
         "persistent_codecs": "delta full_every=3, zstd",
         "persistent_path": str(shared),
         "persistent_every_steps": 1,
-        "persistent_keep_last": 1,
-        "persistent_keep_every": 2,
+        "persistent_keep": "1, every 2",
         **more,
     }
 
@@ -413,7 +412,7 @@ def test_the_version_after_a_missing_multiple_is_kept_and_a_difference(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
-    settings = delta_settings(shared, persistent_every_steps=3, persistent_keep_every=4)
+    settings = delta_settings(shared, persistent_every_steps=3, persistent_keep="1, every 4")
     with job(**settings) as first:
         run_each(first, 2 * STEPS - 1)
     bases = {v: each.base and each.base.version for v, each in encodings(shared).items()}
@@ -433,7 +432,7 @@ def test_with_a_base_that_cannot_be_read_a_version_is_stored_whole(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared = tmp_path / "shared"
-    settings = delta_settings(shared, persistent_keep_every=1)
+    settings = delta_settings(shared, persistent_keep="1, every 1")
 
     def only_others(store: PersistentStore, base: Base) -> Any:
         if base.manifest.id.version == 4:

@@ -278,13 +278,13 @@ def test_only_files_that_ranks_name_for_another_number_of_ranks(make: Make) -> N
 
 
 def test_a_refused_version_is_not_offered_again(make: Make) -> None:
-    files = make(local_keep_last=3)
+    files = make(local_keep=3)
     for number in (1, 2, 3):
         write(files, x=b"%d" % number)
         files.wait()
         files.need_checkpoint()
     files.abandon()
-    again = make(local_keep_last=3)
+    again = make(local_keep=3)
     for number in (3, 2):
         found = again.load()
         assert found is not None
@@ -293,16 +293,16 @@ def test_a_refused_version_is_not_offered_again(make: Make) -> None:
             again.refuse()
     again.accept()
     again.abandon()  # as killed before its first version
-    third = make(local_keep_last=3)
+    third = make(local_keep=3)
     assert read(third) == {"x": b"2"}
     assert write(third, x=b"4")
     third.abandon()
-    fourth = make(local_keep_last=3)
+    fourth = make(local_keep=3)
     while fourth.load() is not None:
         fourth.refuse()
     assert "the program refused all versions in" in said(fourth, "restored")
     fourth.abandon()  # as killed again: nothing has replaced them, so they are offered again
-    fifth = make(local_keep_last=3)
+    fifth = make(local_keep=3)
     assert read(fifth) == {"x": b"4"}
 
 

@@ -76,7 +76,7 @@ def test_without_the_setting_files_go_when_no_restart_takes_them(
     """The journal leads on from v1, and stays as long as v1 may be needed."""
     path = tmp_path / "ckpts"
     killed_run(path, shm_dir)
-    settings = {"local_journal_steps": 0, "local_every_steps": 3, "local_keep_last": 3}
+    settings = {"local_journal_steps": 0, "local_every_steps": 3, "local_keep": 3}
     loop, ckpt, _ = restart(path, shm_dir, **settings)
     for left in (True, True, False):
         while ckpt.version % 3:

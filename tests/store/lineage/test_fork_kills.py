@@ -24,7 +24,7 @@ def _fork(path: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("point", [*FORK_KILLS, OWN_VERSION])
 def test_a_killed_fork_is_nothing_or_whole(point: str, tmp_path: Path, shm_dir: Path) -> None:
-    places = {"shm_dir": str(shm_dir), "local_keep_last": 1, "agent": "inline"}
+    places = {"shm_dir": str(shm_dir), "local_keep": 1, "agent": "inline"}
     with TinyJob(tmp_path / "a", **places) as job:
         at_fork = job.run(STEPS).fingerprint()
         expected = job.run(STEPS + 3).fingerprint()

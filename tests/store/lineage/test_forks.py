@@ -26,7 +26,7 @@ class Places:
     """Paths of a source and its forks."""
 
     def __init__(self, folder: Path, shm_dir: Path) -> None:
-        self.folder, self.settings = folder, {"shm_dir": str(shm_dir), "local_keep_last": 2}
+        self.folder, self.settings = folder, {"shm_dir": str(shm_dir), "local_keep": 2}
 
     def __getitem__(self, name: str) -> str:
         return str(self.folder / name)
@@ -122,7 +122,7 @@ def test_a_job_that_ends_without_a_step_has_a_version_of_its_own(places: Places)
 
 
 def test_the_persistent_level_alone_is_a_source_too(places: Places) -> None:
-    far = {"persistent_path": places["far"], "persistent_every_steps": 2, "persistent_keep_last": 1}
+    far = {"persistent_path": places["far"], "persistent_every_steps": 2, "persistent_keep": 1}
     state = places.train("a", **far)
     shutil.rmtree(places["a"])
     with places.job("b") as job:

@@ -39,8 +39,8 @@ class Places:
 
     def job(self, name: str, **settings: Any) -> TinyJob:
         far = {"persistent_path": self.far(name), "persistent_every_steps": 2}
-        near = {"shm_dir": self._shm, "local_keep_last": 1, "persistent_keep_last": 1}
-        return TinyJob(self.folder / name, **near, **far, **settings)
+        near = {"shm_dir": self._shm, "local_keep": 1, "persistent_keep": 1}
+        return TinyJob(self.folder / name, **near | far | settings)
 
     def train(self, name: str, steps: int) -> str:
         with self.job(name) as job:
@@ -148,7 +148,7 @@ def test_the_manifests_of_many_versions_are_read_at_the_same_time(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, they would take a round trip each."""
-    with places.job("a", persistent_keep_every=2) as job:
+    with places.job("a", persistent_keep="1, every 2") as job:
         for step in range(2, 2 * STEPS + 1, 2):
             job.run(step)
             job.checkpointer.wait()

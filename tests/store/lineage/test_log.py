@@ -25,7 +25,7 @@ def history(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A job that went back to v4, with a fork of v4 that was forked again."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--token", "s3cret"])
     monkeypatch.setenv("SECRET", "s3cret")
-    places: dict[str, Any] = {"shm_dir": str(shm_dir), "local_keep_last": 9}
+    places: dict[str, Any] = {"shm_dir": str(shm_dir), "local_keep": 9}
 
     def life(name: str, steps: int, restore: int | None = None, **settings: Any) -> None:
         with TinyJob(tmp_path / name, **{**places, **settings}) as job:
@@ -149,7 +149,7 @@ def test_a_damaged_record_is_named_and_the_others_are_shown(
     tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for steps in (2, 4):
-        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep_last=9) as job:
+        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep=9) as job:
             job.restore()
             job.run(steps)
     files = (tmp_path / "a" / "runs").glob("g000001.*.json")
@@ -167,7 +167,7 @@ def test_a_run_that_took_its_last_version_once_more_is_one_run(
 ) -> None:
     """The second one has a generation of its own. Lightning's end often takes it."""
     for steps in (2, 3):
-        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep_last=9) as job:
+        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep=9) as job:
             job.restore()
             job.run(steps)
             job.scheduler.step()
@@ -207,7 +207,7 @@ def test_the_best_version_is_as_the_job_measures_it(
     """Its setting is in the script; the command has only the record."""
     far = {"persistent_path": str(tmp_path / "far"), "persistent_every_steps": 1}
     with TinyJob(
-        tmp_path / "a", shm_dir=str(shm_dir), local_keep_last=9, best="highest", **far
+        tmp_path / "a", shm_dir=str(shm_dir), local_keep="9, best 1 highest", **far
     ) as job:
         for metric in (0.1, 0.9, 0.5):
             job.train_one()
@@ -239,7 +239,7 @@ def test_runs_without_records_come_from_lineages(
 ) -> None:
     """The records may be lost."""
     for steps in (3, 5):
-        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep_last=9) as job:
+        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep=9) as job:
             job.restore()
             job.run(steps)
         shutil.rmtree(tmp_path / "a" / "runs")
@@ -258,7 +258,7 @@ def test_records_outlive_their_versions(
 ) -> None:
     far = {"persistent_path": str(tmp_path / "far"), "persistent_every_steps": 2}
     for steps in (2, 4, 6, 8):
-        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep_last=1, **far) as job:
+        with TinyJob(tmp_path / "a", shm_dir=str(shm_dir), local_keep=1, **far) as job:
             job.restore()
             job.run(steps)
     for place in ("a", "far"):

@@ -146,7 +146,7 @@ def test_a_model_and_its_optimizer_under_new_names(
 
 @pytest.mark.parametrize("parts", ["model", "optimizer", "extra"])
 def test_one_part_leaves_the_others(parts: str, tmp_path: Path, shm_dir: Path) -> None:
-    places = {"shm_dir": str(shm_dir), "local_keep_last": 2}
+    places = {"shm_dir": str(shm_dir), "local_keep": 2}
 
     def facts(job: TinyJob) -> dict[str, Any]:
         state = job.optimizer.state_dict()["state"]

@@ -20,7 +20,7 @@ from tierckpt.testing import TinyJob
 STEPS = 5
 
 
-KEPT = {"local_every_steps": 1, "local_keep_last": 9}
+KEPT = {"local_every_steps": 1, "local_keep": 9}
 FAR = {"persistent_path": "far", "persistent_every_steps": 100}
 
 

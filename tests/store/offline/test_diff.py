@@ -280,7 +280,7 @@ def test_the_exit_status_is_that_of_diff(
 def test_two_versions_of_one_job_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = make(tmp_path / "job", local_every_steps=1, local_keep_last=STEPS)
+    path = make(tmp_path / "job", local_every_steps=1, local_keep=STEPS)
     assert diff(path, 1, 2, "--json") == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["equal"], told["a"]["version"], told["b"]["version"]) == (False, 1, 2)

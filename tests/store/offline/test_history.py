@@ -51,7 +51,7 @@ class Model(torch.nn.Module):
 def made(path: Path, model: Model | None = None, **settings: Any) -> dict[int, State]:
     """Run a job that keeps all its versions; returns the model's state after each step."""
     course = {}
-    given = {"agent": "inline", "local_keep_last": STEPS, **settings}
+    given = {"agent": "inline", "local_keep": STEPS, **settings}
     with TinyJob(path / "ckpts", model=model or Model(), **given) as job:
         for step in range(1, STEPS + 1):
             job.run(step)
@@ -65,7 +65,7 @@ def far(path: Path, **more: Any) -> dict[str, Any]:
     return {
         "persistent_path": str(path / "shared"),
         "persistent_every_steps": 1,
-        "persistent_keep_last": STEPS,
+        "persistent_keep": STEPS,
         **more,
     }
 
@@ -158,7 +158,7 @@ def test_the_versions_of_a_run_that_was_given_up_are_chosen_by_its_number(tmp_pa
     assert run_command(["rollback", str(path), "3"]) == 0
     pinned = ["pin", str(path), str(STEPS)]
     assert run_command(pinned) == 0
-    with TinyJob(path, model=Model(), agent="inline", local_keep_last=STEPS) as second:
+    with TinyJob(path, model=Model(), agent="inline", local_keep=STEPS) as second:
         assert second.restore() == 3
         for parameter in second.model.parameters():
             parameter.data.mul_(2)
@@ -243,7 +243,10 @@ def test_of_a_store_only_the_ranges_of_the_chosen_tensors_are_read(
     url = f"s3://{tmp_path.relative_to(served)}/far"
     options = s3_options(proxy.url)
     more = {"persistent_path": url, "persistent_storage_options": options}
-    codecs = {"persistent_codecs": "delta full_every=3, zstd", "persistent_keep_every": 1}
+    codecs = {
+        "persistent_codecs": "delta full_every=3, zstd",
+        "persistent_keep": f"{STEPS}, every 1",
+    }
     course = made(tmp_path, Model(200_000), **{**far(tmp_path), **more, **codecs})
     shutil.rmtree(tmp_path / "ckpts")
     store = PersistentStore(url, **options)
@@ -333,7 +336,10 @@ def test_a_version_retired_in_the_meantime_is_skipped(tmp_path: Path) -> None:
 
 
 def test_versions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    codecs = {"persistent_codecs": "delta full_every=4, zstd", "persistent_keep_every": 1}
+    codecs = {
+        "persistent_codecs": "delta full_every=4, zstd",
+        "persistent_keep": f"{STEPS}, every 1",
+    }
     course = made(tmp_path, **far(tmp_path, **codecs))
     shared = tmp_path / "shared"
     next(shared.glob("v0000000001.*.manifest")).unlink()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("inline_agent")
 
 
 def trained(path: Path, steps: int, **settings: object) -> None:
-    given = {"agent": "inline", "local_every_steps": 1, "local_keep_last": 1}
+    given = {"agent": "inline", "local_every_steps": 1, "local_keep": 1}
     with TinyJob(path, **given, **settings) as job:
         job.restore()
         job.run(steps)

@@ -49,7 +49,7 @@ def job(tmp_path: Path) -> Callable[..., TinyJob]:
     """`job(**settings)`: the same job again, in the same place."""
 
     def start(**settings: Any) -> TinyJob:
-        given = {"agent": "inline", "local_keep_last": STEPS, **settings}
+        given = {"agent": "inline", "local_keep": STEPS, **settings}
         return TinyJob(tmp_path / "ckpts", **given)
 
     return start
@@ -335,7 +335,7 @@ def test_each_level_of_each_version_has_a_line(
 ) -> None:
     shared = tmp_path / "shared"
     flushed = {"persistent_path": str(shared), "persistent_every_steps": 4}
-    with job(**flushed, local_keep_last=2) as ended:
+    with job(**flushed, local_keep=2) as ended:
         ended.run(2)
         step_with(0.125, ended)
         ended.checkpointer.save(now=True)

@@ -263,7 +263,7 @@ def test_a_drift_marks_versions_that_may_be_mixed_and_keeps_the_others(ranks: Ra
         rank.ckpt.close()
         return rank.told("drifted"), rank.ckpt.version
 
-    told = ranks.run(drift, local_keep_last=1)
+    told = ranks.run(drift, local_keep=1)
     for drifted, last in told:
         (text,) = drifted
         assert "model/2.weight: rank 0 and rank 1 differ" in text
@@ -301,7 +301,7 @@ def test_a_drift_marks_versions_that_may_be_mixed_and_keeps_the_others(ranks: Ra
 
 def test_the_persistent_level_knows_its_suspects(ranks: Ranks, tmp_path: Path) -> None:
     clean, shared = 2 * ROUND, tmp_path / "shared"
-    settings = {"persistent_path": shared, "persistent_every_steps": 2, "persistent_keep_last": 50}
+    settings = {"persistent_path": shared, "persistent_every_steps": 2, "persistent_keep": 50}
 
     def drift(rank: Rank) -> int:
         rank.train(clean)

@@ -92,7 +92,7 @@ def jobs(example: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     without events and without a trace."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "memory").mkdir()
-    places: dict[str, Any] = {"shm_dir": str(folder / "memory"), "local_keep_last": 10_000}
+    places: dict[str, Any] = {"shm_dir": str(folder / "memory"), "local_keep": 10_000}
     recorded = {name: str(folder / value) for name, value in example.items()}
     usage = Path(recorded["trace_dir"], "usage-r00000.jsonl")
 

@@ -38,7 +38,7 @@ class Left:
         return Left(folder / "ckpts", folder / "shm", self.prints)
 
     def settings(self) -> dict[str, Any]:
-        return {"shm_dir": str(self.shm), "job_id": "job", "local_keep_last": 2}
+        return {"shm_dir": str(self.shm), "job_id": "job", "local_keep": 2}
 
     def data(self, version: int) -> Path:
         (found,) = self.path.glob(f"v{version:010d}.*.safetensors")

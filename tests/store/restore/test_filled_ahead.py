@@ -44,7 +44,7 @@ def saved_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def settings(shm_dir: Path) -> dict[str, Any]:
-    return {"shm_dir": shm_dir, "job_id": "job", "agent": "inline", "local_keep_last": 2}
+    return {"shm_dir": shm_dir, "job_id": "job", "agent": "inline", "local_keep": 2}
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_copier_and_training_may_release_the_same_layers_at_the_same_time(
     limits.COPIER_QUIET.set(monkeypatch, 0.0)
     copied: list[tuple[int, int]] = []
     before_blocks(monkeypatch, lambda block: copied.append((job.checkpointer.version, block)))
-    settings |= {"local_keep_last": 100}
+    settings |= {"local_keep": 100}
     with layered(tmp_path / "c", settings) as job:
         for parameter in job.model.parameters():
             parameter.register_post_accumulate_grad_hook(

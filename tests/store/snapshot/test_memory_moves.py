@@ -164,7 +164,7 @@ def train(path: str, settings: dict[str, Any], name: str, how: str) -> None:
             path=path,
             agent="inline",
             local_every_steps=1,
-            local_keep_last=99,
+            local_keep=99,
             when_busy="wait",
             on_event=events.append,
             **settings,

@@ -216,7 +216,7 @@ def test_an_interrupt_in_an_iteration_leaves_only_exact_versions(
     if with_torch:
         without_the_engine(monkeypatch)
     states: dict[int, str] = {}
-    settings |= {"agent": "inline", "local_every_steps": 1, "local_keep_last": 1000}
+    settings |= {"agent": "inline", "local_every_steps": 1, "local_keep": 1000}
     with TinyJob(path, when_busy="wait", **settings) as job:
         job.checkpointer._active.release_early = early
         number, came = 0, True

@@ -437,7 +437,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 def test_state_of_no_parameter_and_keys_that_are_no_text_go_when_they_were_not_there(
     path: Path, settings: Any
 ) -> None:
-    with Job(path, settings, nn.Linear(3, 3), local_keep_last=9) as job:
+    with Job(path, settings, nn.Linear(3, 3), local_keep=9) as job:
         job.checkpointer.restore()
         job.run(2)
         job.optimizer.state["global"]["n"] = 1  # type: ignore[index]
@@ -467,7 +467,7 @@ def test_going_back_drops_options_of_later(path: Path, settings: Any) -> None:
         optimizer.param_groups[0]["mine"] = 1
         return optimizer
 
-    with Job(path, settings, nn.Linear(3, 3), local_keep_last=9) as job:
+    with Job(path, settings, nn.Linear(3, 3), local_keep=9) as job:
         job.checkpointer.restore()
         job.run(2)
         job.optimizer.param_groups[0]["later"] = 1

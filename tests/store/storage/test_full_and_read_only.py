@@ -22,7 +22,7 @@ STEPS = 6
 @pytest.fixture
 def settings(shm_dir: Path) -> dict[str, Any]:
     # Nothing is retired: the freed space would let a job continue on a full disk.
-    return {"shm_dir": str(shm_dir), "local_keep_last": 100}
+    return {"shm_dir": str(shm_dir), "local_keep": 100}
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def on_persistent(path: Path) -> dict[int, Any]:
 @pytest.fixture
 def job(tmp_path: Path, shm_dir: Path) -> Any:
     def start(**settings: Any) -> TinyJob:
-        given = {"shm_dir": str(shm_dir), "agent": "inline", "local_keep_last": 1, **settings}
+        given = {"shm_dir": str(shm_dir), "agent": "inline", "local_keep": 1, **settings}
         return TinyJob(tmp_path / "ckpts", **given)
 
     return start
@@ -53,7 +53,7 @@ def train(job: TinyJob, until: int) -> None:
 def test_the_best_stay_on_local_besides_the_last(
     best: str, count: int, kept: list[int], job: Any, tmp_path: Path
 ) -> None:
-    with job(best=best, local_keep_best=count) as first:
+    with job(local_keep=f"1, best {count} {best}") as first:
         train(first, 8)
     assert on_local(tmp_path / "ckpts") == kept
 
@@ -67,7 +67,7 @@ def test_without_the_setting_metrics_change_nothing(job: Any, tmp_path: Path) ->
 def test_a_restarted_job_knows_its_best_version(job: Any, tmp_path: Path) -> None:
     """From the manifests; also of encoded shards, and without the slots in memory."""
     for until, modules in ((3, ""), (6, "zstd"), (8, "")):
-        with job(local_keep_best=2, local_codecs=modules) as each:
+        with job(local_keep="1, best 2", local_codecs=modules) as each:
             each.restore()
             train(each, until)
     assert on_local(tmp_path / "ckpts") == [2, 4, 8]
@@ -75,9 +75,9 @@ def test_a_restarted_job_knows_its_best_version(job: Any, tmp_path: Path) -> Non
 
 def test_a_version_off_the_line_of_ancestors_is_not_best(job: Any, tmp_path: Path) -> None:
     """v2 had the best loss, and the job continued from v1."""
-    with job(local_keep_best=1, local_keep_every=1) as first:
+    with job(local_keep="1, every 1, best 1") as first:
         train(first, 3)
-    with job(local_keep_best=1) as second:
+    with job(local_keep="1, best 1") as second:
         second.restore(version=1)
         second.run(3)
         second.checkpointer.save(now=True)
@@ -100,11 +100,9 @@ def test_the_best_stay_on_the_persistent_level(
 ) -> None:
     shared = tmp_path / "shared"
     settings = {
-        "best": best,
         "persistent_path": str(shared),
         "persistent_every_steps": 1,
-        "persistent_keep_last": 1,
-        "persistent_keep_best": 1,
+        "persistent_keep": f"1, best 1 {best}",
     }
     with job(**settings) as first:
         train(first, 8)
@@ -117,7 +115,7 @@ def test_the_best_stay_on_the_persistent_level(
 
 def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Path) -> None:
     """The next step clears it; a value but no number is left out."""
-    with job(local_keep_every=1) as first:
+    with job(local_keep="1, every 1") as first:
         train(first, 2)
         first.run(3)
         first.checkpointer.metric = 0.125
@@ -144,8 +142,7 @@ def test_a_loop_without_boundaries_sets_the_attribute(tmp_path: Path, shm_dir: P
         agent="inline",
         when_busy="wait",
         local_every_steps=1,
-        local_keep_last=1,
-        local_keep_best=1,
+        local_keep="1, best 1",
         close_at_exit=False,
     )
     for step in range(1, 9):

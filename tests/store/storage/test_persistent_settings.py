@@ -27,9 +27,9 @@ def job(tmp_path: Path, shm_dir: Path) -> Any:
             "agent": "inline",
             "persistent_path": str(tmp_path / "shared"),
             "persistent_every_steps": 1,
-            "persistent_keep_last": 1,
+            "persistent_keep": 1,
         }
-        return TinyJob(tmp_path / "ckpts", **given, **settings)
+        return TinyJob(tmp_path / "ckpts", **given | settings)
 
     return start
 
@@ -38,11 +38,9 @@ def versions(tmp_path: Path) -> list[int]:
     return [name.id.version for name in PersistentStore(str(tmp_path / "shared")).versions()]
 
 
-@pytest.mark.parametrize(("settings", "kept"), [({}, [7]), ({"keep_every": 3}, [3, 6, 7])])
-def test_every_so_many_stay(
-    settings: dict[str, int], kept: list[int], job: Any, tmp_path: Path
-) -> None:
-    with job(**{f"persistent_{name}": value for name, value in settings.items()}) as found:
+@pytest.mark.parametrize(("keep", "kept"), [("1", [7]), ("1, every 3", [3, 6, 7])])
+def test_every_so_many_stay(keep: str, kept: list[int], job: Any, tmp_path: Path) -> None:
+    with job(persistent_keep=keep) as found:
         found.run(STEPS)
     assert versions(tmp_path) == kept
 

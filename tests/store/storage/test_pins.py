@@ -49,10 +49,10 @@ def job(tmp_path: Path, shm_dir: Path) -> Any:
         given = {
             "shm_dir": str(shm_dir),
             "agent": "inline",
-            "local_keep_last": 1,
+            "local_keep": 1,
             "persistent_path": str(tmp_path / "shared"),
             "persistent_every_steps": 2,
-            "persistent_keep_last": 1,
+            "persistent_keep": 1,
             **settings,
         }
         return TinyJob(tmp_path / "ckpts", **given)

@@ -382,7 +382,7 @@ def test_without_room_slots_are_elsewhere_and_the_level_reports_the_missing_byte
 ) -> None:
     path, filler = small_tmpfs / "ckpts", small_tmpfs / "somebody else's"
     course = {step: TinyJob(None).run(step).fingerprint() for step in (2 * STEPS, 3 * STEPS)}
-    with TinyJob(path, **settings, local_keep_last=100) as job:
+    with TinyJob(path, **settings, local_keep=100) as job:
         job.run(STEPS)
         job.settle()
         fill_up(filler)
@@ -515,5 +515,5 @@ def test_too_little_room_for_slots_and_versions_is_reported_at_the_start(
         (said,) = [e.message for e in job.heard("notice") if "bytes free" in e.message]
         assert str(path) in said
         assert str(5 * 3 * 4 * 300 * 101) in said, "two slots, two versions, one given back"
-    with TinyJob(path, **settings, model=large_model(), local_keep_last=1, slots=2) as job:
+    with TinyJob(path, **settings, model=large_model(), local_keep=1, slots=2) as job:
         assert [e.message for e in job.heard("notice") if "bytes free" in e.message] != []

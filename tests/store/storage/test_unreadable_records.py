@@ -58,10 +58,10 @@ class Left:
             self._settings |= {
                 "persistent_path": str(folder / "shared"),
                 "persistent_every_steps": 1,
-                "persistent_keep_last": 2,
+                "persistent_keep": 2,
             }
         else:
-            self._settings["local_keep_last"] = 2
+            self._settings["local_keep"] = 2
         with self.job() as job:
             job.run(STEPS)
         if level == "persistent":

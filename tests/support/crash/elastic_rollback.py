@@ -22,7 +22,7 @@ def main(folder: str, shm_dir: str, batches: int) -> None:
     )
     optimizer._register_hooks()  # Horovod omits it for one process, but not in an elastic job
     settings = {"path": f"{folder}/ckpts", "shm_dir": shm_dir, "local_every_steps": 1}
-    settings |= {"local_every_seconds": 0, "local_keep_last": 50, "when_busy": "wait"}
+    settings |= {"local_every_seconds": 0, "local_keep": 50, "when_busy": "wait"}
     state = TorchState(model, optimizer, batch=0, tierckpt=settings)
     state.sync()
     started = state.batch

@@ -137,7 +137,7 @@ class HandingOver(RuleBasedStateMachine):
         self.agents = Agents()
         self.patch.setattr(AgentFiles, "connect", lambda place: self.agents.connect())
         self.patch.setattr(AgentConnection, "_reach", AgentConnection._reach_now)
-        session = SessionSettings("/nowhere", 0, 1, 1, 0)
+        session = SessionSettings("/nowhere", 0, 1, "1")
         self.client = AgentClient(AgentSettings("/nowhere", "job"), session)
         self.fd = os.open(os.devnull, os.O_RDONLY)
         self.version = 0

@@ -43,7 +43,7 @@ st.register_type_strategy(VersionId, IDS)
 st.register_type_strategy(float, st.floats(allow_nan=False))
 MESSAGES = st.one_of(*(st.builds(kind) for kind in get_args(Message)))
 PERSISTENT = PersistentSettings("/far", every_steps="auto", storage_options='{"key": "hidden"}')
-SESSION = SessionSettings("/disk", 0, 2, 2, 0, PERSISTENT)
+SESSION = SessionSettings("/disk", 0, 2, "2", PERSISTENT)
 
 # --- bytes ---------------------------------------------------------------------------------------
 

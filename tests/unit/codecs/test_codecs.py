@@ -211,21 +211,26 @@ def test_an_impossible_setting_is_reported_before_the_first_commit(text: str, wh
 
 
 @pytest.mark.parametrize(
-    ("text", "keep_every", "why"),
+    ("text", "every", "why"),
     [
         ("delta", 5, "a codec that compresses must follow: delta, zstd"),
         ("delta, aes-gcm", 5, "a codec that compresses must follow"),
         ("zstd, delta", 5, "delta compares blocks as they are, so it must come first"),
         ("delta full_every=1, zstd", 5, "delta takes full_every, a whole number from 2 on"),
-        ("delta, zstd", 0, "only versions that persistent_keep_every keeps, and that is 0"),
+        (
+            "delta, zstd",
+            0,
+            "only versions that are kept every so many steps, and persistent_keep is '2'",
+        ),
     ],
 )
 def test_differences_need_a_compression_and_versions_to_keep(
-    text: str, keep_every: int, why: str
+    text: str, every: int, why: str
 ) -> None:
+    keep = f"2, every {every}" if every else "2"
     with pytest.raises(ConfigError, match=f"persistent_codecs.*{why}"):
-        Config(persistent=PersistentConfig(path="/x", codecs=text, keep_every=keep_every))
-    Config(persistent=PersistentConfig(path="/x", codecs="delta, zstd", keep_every=5))
+        Config(persistent=PersistentConfig(path="/x", codecs=text, keep=keep))
+    Config(persistent=PersistentConfig(path="/x", codecs="delta, zstd", keep="2, every 5"))
     with pytest.raises(ConfigError, match="local_codecs takes incremental"):
         Config(local=LocalConfig(codecs="delta, zstd"))
 

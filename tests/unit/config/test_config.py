@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from tierckpt.config import (
+    KEEP,
     NOT_SETTINGS,
     STORAGE_OPTIONS,
     TABLES,
     YEAR_SECONDS,
     Config,
+    RetentionPolicy,
     known_settings,
     load_config,
 )
@@ -34,7 +36,8 @@ CHOICES = {
     "agent": "inline",
     "halt_signals": "SIGHUP",
     "halt_notices": "gcp http://127.0.0.1:1",
-    "best": "highest",
+    "local_keep": "3, every 9, best 2",
+    "persistent_keep": "5",
     "export": "tensorboard runs",
     "stages": "mirror /disk2",
     "overhead_budget": 0.25,
@@ -44,6 +47,8 @@ CHOICES = {
 }
 
 
+NO_RULES = ("", "two", "2, 3", "2.5", "every", "2, best 0", "best 2 cheapest", "2 every 5", "2,")
+"""Texts that say nothing about what a level keeps."""
 WAITS = (
     "agent_linger_seconds",
     "halt_grace_seconds",
@@ -84,10 +89,10 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
 
 
 def test_arguments_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
-    file = toml(tmp_path, "slots = 3\nlocal_keep_last = 3\nmemory_every_steps = 3\n")
-    environment = {"TIERCKPT_SLOTS": "4", "TIERCKPT_LOCAL_KEEP_LAST": "4"}
+    file = toml(tmp_path, "slots = 3\nlocal_keep = 3\nmemory_every_steps = 3\n")
+    environment = {"TIERCKPT_SLOTS": "4", "TIERCKPT_LOCAL_KEEP": "4"}
     config = load_config({"slots": 5}, environment, file)
-    assert (config.slots, config.local.keep_last, config.memory.every_steps) == (5, 4, 3)
+    assert (config.slots, config.local.keep, config.memory.every_steps) == (5, "4", 3)
 
 
 def test_an_argument_of_none_is_no_argument() -> None:
@@ -162,9 +167,9 @@ def test_a_mistyped_argument_but_no_setting_has_a_nearest_one_too(wrong: str, me
 
 
 def test_a_setting_without_its_level_is_answered_with_all_levels_that_have_it() -> None:
-    meant = "did you mean 'local_keep_best' or 'persistent_keep_best'?"
+    meant = "did you mean 'local_keep' or 'persistent_keep'?"
     with pytest.raises(ConfigError, match=re.escape(meant)):
-        load_config({"keep_best": 1}, {})
+        load_config({"keep": 1}, {})
 
 
 def test_an_unknown_setting_leads_to_the_page_and_not_to_seventy_names() -> None:
@@ -223,11 +228,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
     ("setting", "value"),
     [
         ("slots", 1),
-        ("local_keep_last", 0),
-        ("local_keep_every", -1),
-        ("local_keep_best", -1),
-        ("persistent_keep_best", -1),
-        ("best", "cheapest"),
+        *((name, value) for name in KEEP for value in (0, -1, *NO_RULES)),
         ("local_every_steps", -1),
         ("local_every_seconds", -0.5),
         ("local_every_seconds", float("nan")),
@@ -257,6 +258,35 @@ def test_a_value_of_the_wrong_type_is_refused_by_name_with_the_unit(
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         load_config({setting: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        (3, RetentionPolicy(3)),
+        ("3", RetentionPolicy(3)),
+        ("every 1000", RetentionPolicy(2, 1000)),
+        ("best  2 ,1", RetentionPolicy(1, 0, 2)),
+        ("2, every 10, best 3 lowest", RetentionPolicy(2, 10, 3)),
+        ("best 3 highest", RetentionPolicy(2, 0, 3, best_is_low=False)),
+    ],
+)
+def test_what_a_level_keeps_is_one_text(text: str | int, policy: RetentionPolicy) -> None:
+    config = load_config(dict.fromkeys(KEEP, text), {})
+    assert config.local.retention == config.persistent.retention == policy
+    assert config.best == ("lowest" if policy.best_is_low else "highest")
+
+
+def test_a_wrong_text_is_answered_with_right_ones() -> None:
+    said = 'local_keep is \'2, every\'; give .*: "2", "2, every 1000", "2, best 3"'
+    with pytest.raises(ConfigError, match=said):
+        load_config({"local_keep": "2, every"}, {})
+
+
+@pytest.mark.parametrize("old", ["last", "every", "best"])
+def test_a_part_of_it_by_a_name_of_its_own_is_answered_with_the_setting(old: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'local_keep'"):
+        load_config({f"local_keep_{old}": 1}, {})
 
 
 @pytest.mark.parametrize(

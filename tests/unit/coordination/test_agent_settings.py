@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent import Agent, retention_policy
+from tierckpt.agent import Agent
 from tierckpt.checkpointer import Tiers, agent_client
 from tierckpt.config import load_config
 from tierckpt.coordination import JobTopology, redundancy_groups
@@ -19,8 +19,8 @@ from tierckpt.storage import directory_of_job
 
 
 def test_the_flusher_knows_its_node_and_what_the_level_keeps(tmp_path: Path, shm_dir: Path) -> None:
-    given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "best": "highest"}
-    shared = {"persistent_path": tmp_path / "shared", "persistent_keep_best": 1}
+    given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir}
+    shared = {"persistent_path": tmp_path / "shared", "persistent_keep": "2, best 1 highest"}
     config = load_config({**given, **shared}, {})
     node = Node(index=3, count=5, ranks=(0,))
     client = agent_client(config, SingleGroup(), directory_of_job(config), node, "")
@@ -29,7 +29,7 @@ def test_the_flusher_knows_its_node_and_what_the_level_keeps(tmp_path: Path, shm
         assert flusher is not None
         settings = flusher.settings
     assert settings.node == 3
-    policy = retention_policy(settings)
+    policy = settings.retention
     assert (policy.keep_best, policy.best_is_low) == (1, False)
 
 

@@ -24,10 +24,10 @@ def refusals(arguments: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_rank_that_differs_is_named_on_all_with_the_difference() -> None:
-    given = [{"local_keep_last": 2}, {"local_keep_last": 2}, {"local_keep_last": 3}]
+    given = [{"local_keep": 2}, {"local_keep": 2}, {"local_keep": 3}]
     for text in refusals(given):
         assert text.startswith("rank 2 and rank 0 have different settings")
-        assert "local_keep_last=3 there, and local_keep_last=2 on rank 0" in text
+        assert "local_keep=3 there, and local_keep=2 on rank 0" in text
         assert "every_steps" not in text
 
 

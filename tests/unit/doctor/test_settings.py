@@ -60,14 +60,14 @@ def test_a_conflict_of_settings_is_a_cross_in_the_words_of_the_job(tmp_path: Pat
     assert found.mark is Mark.CROSS
     assert found.text.startswith("path and persistent_path are both '/x'")
     file = tmp_path / "settings.toml"
-    file.write_text("[local]\nkeep_last = 0\n")
+    file.write_text("[local]\nkeep = 0\n")
     (found,) = software.configuration(subject(TIERCKPT_CONFIG=str(file)))
-    assert "local_keep_last" in found.text
+    assert "local_keep" in found.text
 
 
 def test_settings_without_effect_are_a_warning() -> None:
-    idle, valid = software.configuration(subject(TIERCKPT_PERSISTENT_KEEP_LAST="3"))
-    assert (idle.mark, idle.text.split()[-1]) == (Mark.WARNING, "persistent_keep_last")
+    idle, valid = software.configuration(subject(TIERCKPT_PERSISTENT_KEEP="3"))
+    assert (idle.mark, idle.text.split()[-1]) == (Mark.WARNING, "persistent_keep")
     assert valid.text == "valid; levels: memory, local"
 
 

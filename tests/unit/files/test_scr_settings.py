@@ -42,7 +42,7 @@ def test_variables_win_and_defaults_are_those_of_scr() -> None:
     assert not settings({}, {}, 4).advises
     of = found.of_files
     assert of["peer_redundancy"] == "xor of 4"
-    assert (of["local_keep_last"], of["persistent_every_steps"]) == (1, 10)
+    assert (of["local_keep"], of["persistent_every_steps"]) == (1, 10)
     assert of["path"].startswith("/dev/shm/")
 
 

@@ -53,7 +53,7 @@ def test_all_output_of_a_script_goes_to_the_folder_of_the_run(order: ProofOrder)
         "path": "/data/{node}/ckpts",
         "job_id": "mine",
         "persistent_path": "s3://bucket/mine",
-        "persistent_keep_last": 7,
+        "persistent_keep": 7,
         "events_dir": "/data/events",
         "trace_dir": "/data/trace",
         "peer_redundancy": "xor",

@@ -276,7 +276,7 @@ def test_going_back_to_when_a_buffer_was_small_or_none(settings: Any) -> None:
     model = nn.Sequential(Filled())
     optimizer = optimizer_of(model)
     found = {}
-    options = {**settings, "local_every_steps": 1, "local_keep_last": 9}
+    options = {**settings, "local_every_steps": 1, "local_keep": 9}
     with tierckpt.Checkpointer(model, optimizer, **options) as ckpt:
         for version in (1, 2, 3):
             iterate(model, optimizer)

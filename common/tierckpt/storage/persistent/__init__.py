@@ -9,7 +9,8 @@ Standard library and xxhash only; obstore and fsspec are imported for URLs.
 docs/internals/persistent.md has the protocols and their reasons, FORMAT.md the bytes.
 """
 
-from tierckpt.core.retention import HeldVersion, RetentionPolicy
+from tierckpt.config import RetentionPolicy
+from tierckpt.core.retention import HeldVersion
 from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
 from tierckpt.format.ids import VersionName
 from tierckpt.format.records import VersionManifest

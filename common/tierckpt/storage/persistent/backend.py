@@ -276,7 +276,7 @@ _USED_UP = re.compile(r"(?!.*Throttle).*(QuotaExceeded|StorageFull)")
 with 403; MinIO puts its own name before that, or before StorageFull."""
 _CREDENTIAL_CODES = {"ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 """Error codes of S3 servers for credentials, some with status 400."""
-_LESS = "keep fewer versions (one more than persistent_keep_last must fit)"
+_LESS = "keep fewer versions (one more than persistent_keep says must fit)"
 _ADVICE = {
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",

@@ -25,7 +25,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from tierckpt.core.retention import HeldVersion, RetentionPolicy, retirable_names
+from tierckpt.config import RetentionPolicy
+from tierckpt.core.retention import HeldVersion, retirable_names
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.ids import (
     GROUP,

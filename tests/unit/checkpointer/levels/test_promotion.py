@@ -35,7 +35,7 @@ class Client(AgentClient):
     """A client without an agent that records its orders."""
 
     def __init__(self) -> None:
-        super().__init__(AgentSettings("/nowhere", "job"), SessionSettings("/disk", 0, 2, 2, 0))
+        super().__init__(AgentSettings("/nowhere", "job"), SessionSettings("/disk", 0, 2, "2"))
         self.flushes: list[FlushOrder] = []
         self.kept: set[VersionId] = set()
         self.void: list[VersionId] = []
