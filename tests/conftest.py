@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -27,6 +28,7 @@ from hypothesis import settings
 
 from tests.support.forgotten_ends import Forgotten
 from tests.support.warm_python import servers
+from tierckpt.storage import mount_of
 
 # Cheapest first: findings of unit tests come early.
 TIERS = ("unit", "store", "dist", "crash", "gpu")
@@ -53,8 +55,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nothing to say: with its default, 1, three of them keep a core busy.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
 
-# The same tests wherever pytest's folders are: in memory, a level's files would be the slots'.
-os.environ["TIERCKPT_LOCAL_IN_PLACE"] = "0"
+# Folders of tests are on a disk: in memory, a level's files would be the slots'.
+if mount_of(Path(tempfile.gettempdir())).kind == "tmpfs":
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 pytest.register_assert_rewrite("tierckpt.testing", "tests.support.frameworks.killed_job")
 

@@ -131,9 +131,6 @@ class LocalConfig(Struct, frozen=True):
     (each multiple, or the next version if a multiple was not taken), and a number of best ones, by
     the metric given at boundaries: `2, every 1000, best 3`. Of a metric that shall grow, an
     accuracy: `best 3 highest`."""
-    in_place: bool = True
-    """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
-    and are committed without a copy (see `storage.slots`). False: each level has its own copy."""
     journal_steps: int = 0
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the

@@ -135,10 +135,6 @@ class Settings(TypedDict, total=False):
     (each multiple, or the next version if a multiple was not taken), and a number of best ones, by
     the metric given at boundaries: `2, every 1000, best 3`. Of a metric that shall grow, an
     accuracy: `best 3 highest`. Default: `"2"`."""
-    local_in_place: bool
-    """If the directory is in memory (tmpfs, DAX) and there are no codecs, slots are files in it,
-    and are committed without a copy (see `storage.slots`). False: each level has its own copy.
-    Default: `True`."""
     local_journal_steps: int
     """Keep a journal of the gradients of every optimizer step, so that a restart makes the steps
     after the newest version again; and take a version at the latest after N steps, which limits the

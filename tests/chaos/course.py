@@ -130,8 +130,6 @@ class Course:
             "local_every_steps": 2,
             "persistent_every_steps": 4,
             "local_every_seconds": 0,
-            # Memory stands for the disks, and must not be both levels at once.
-            "local_in_place": False,
             "persistent_every_seconds": 0,
             "local_keep": KEEP_LAST,
             "persistent_keep": KEEP_LAST,

@@ -256,19 +256,19 @@ ONE_PROCESS = [
         [
             Run(
                 [("train", 5), *END],
-                settings={**WRITING, "path": "@SHM@/disk", "local_in_place": True},
+                settings={**WRITING, "path": "@SHM@/disk"},
             )
         ],
         [
             Restart(
                 "memory",
                 (0, 5, {"memory": 1}),
-                {**READING, "path": "@SHM@/disk", "local_in_place": True},
+                {**READING, "path": "@SHM@/disk"},
             ),
             Restart(
                 "local",
                 (0, 4, {"local": 1}),
-                {**READING, "path": "@SHM@/disk", "local_in_place": True},
+                {**READING, "path": "@SHM@/disk"},
                 edits=[("remove", "shm/tierckpt-*")],
             ),
         ],

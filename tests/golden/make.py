@@ -43,7 +43,6 @@ Course: TypeAlias = dict[int, dict[str, str]]
 ENVIRONMENT = {
     "TIERCKPT_AGENT_LINGER_SECONDS": "0",
     "TIERCKPT_AGENT_NICE": "0",
-    "TIERCKPT_LOCAL_IN_PLACE": "0",
     "OMP_NUM_THREADS": "1",
 }
 WIDTH = 200

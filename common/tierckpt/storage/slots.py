@@ -323,7 +323,7 @@ def describe(config: Config, slots: int, shard_bytes: int) -> str:
 
 def _wanted(config: Config) -> bool:
     # With codecs, a stored shard has other bytes than the slot.
-    return config.uses("local") and config.local.in_place and not config.local.codecs
+    return config.uses("local") and not config.local.codecs
 
 
 _MAGIC = b"TCKPSLOT"

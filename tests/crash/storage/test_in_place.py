@@ -40,9 +40,7 @@ def job(job: Job, shm_root: Path) -> Iterator[Job]:
     disk = shm_root / uuid.uuid4().hex[:8]
     disk.mkdir()
     job.store = LocalStore(disk / "ckpts")
-    job.settings.update(
-        path=str(job.store.directory), local_in_place=True, local_keep=1, when_busy="wait"
-    )
+    job.settings.update(path=str(job.store.directory), local_keep=1, when_busy="wait")
     yield job
     job.kill_everything()
     shutil.rmtree(disk)

@@ -167,7 +167,7 @@ def test_a_job_that_shrank_reads_the_disks_of_the_nodes_it_left(place: Place, ra
 def save_and_leave(place: Place) -> str:
     """v7 is in memory and on disk, without protection."""
     job = make_job()
-    attached = attach(job, place, **settings(NODES[rank()]), local_in_place=False)
+    attached = attach(job, place, **settings(NODES[rank()]))
     train(job, attached.ckpt, range(STEPS))
     attached.ckpt.save(now=True)
     fail(attached)

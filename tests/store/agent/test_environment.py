@@ -478,7 +478,7 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
     monkeypatch.setattr(settings_check, "environment_fingerprint", lambda: next(theirs))
 
     def program(group: Any) -> tuple[int | None, int]:
-        settings = {"shm_dir": str(shm_dir), "group": group, "local_in_place": False}
+        settings = {"shm_dir": str(shm_dir), "group": group}
         with TinyJob(tmp_path / "ckpts", **settings) as job:
             job.restore()
             client = job.checkpointer._agent

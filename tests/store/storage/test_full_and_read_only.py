@@ -20,7 +20,9 @@ STEPS = 6
 
 
 @pytest.fixture
-def settings(shm_dir: Path) -> dict[str, Any]:
+def settings(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    # Memory stands for a disk.
+    monkeypatch.setattr("tierckpt.storage.slots.memory_kind", lambda directory: "")
     # Nothing is retired: the freed space would let a job continue on a full disk.
     return {"shm_dir": str(shm_dir), "local_keep": 100}
 

@@ -324,7 +324,7 @@ def names(store: LocalStore) -> set[str]:
 
 @pytest.fixture
 def settings(shm_dir: Path) -> dict[str, Any]:
-    return {"shm_dir": str(shm_dir), "local_in_place": True}
+    return {"shm_dir": str(shm_dir)}
 
 
 def test_a_killed_job_finds_it_in_memory_and_a_rebooted_one_on_local(
