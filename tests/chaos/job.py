@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from tests.support.crash.job import CALLS, CLASSES, WIDTH, Journal, announced, d
 from tests.support.crash.own_state import Decaying, Metered, own_digests
 from tests.support.crash.zygote import become
 from tierckpt import _faults
-from tierckpt.storage import slots
 
 JOURNAL = "-journal"
 PACE_SECONDS = 0.02
@@ -86,7 +86,7 @@ def main(orders: Orders) -> None:
     """One run of one rank."""
     torch.set_num_threads(1)
     # Memory stands for the disks, and must not be both levels at once.
-    slots.memory_kind = lambda directory: ""
+    mock.patch("tierckpt.storage.slots.memory_kind", return_value="").start()
     rank = orders.rank
     journal = Journal(orders.folder, rank, orders.life)
     prepare_faults(orders)
