@@ -182,6 +182,10 @@ def test_an_unknown_setting_leads_to_the_page_and_not_to_seventy_names() -> None
     assert not missing, "the page lists all"
 
 
+def test_a_right_default_makes_a_setting_unnecessary() -> None:
+    assert len(known_settings()) <= 42, "drop another one, or find the default that is right"
+
+
 @pytest.mark.parametrize("table", ["locl", "tierckpt"])
 def test_an_unknown_table_is_refused(table: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"unknown table \[{table}\].*at the top level"):
