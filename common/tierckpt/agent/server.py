@@ -42,7 +42,7 @@ from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.storage import file_lock
 from tierckpt.storage.local import CommitTimes, LocalStore, References, commit_encoded
-from tierckpt.storage.marks import LocalPins, SuspectMarks
+from tierckpt.storage.marks import LocalPins, local_suspects
 from tierckpt.storage.slots import Slot
 
 from . import protocol
@@ -374,7 +374,7 @@ class TrainerSession:
         with contextlib.suppress(OSError):
             if went:
                 left = {key.id for key in (*self.store.keys(), *self.store.parities())}
-                SuspectMarks(self.store.directory).remove(went - left)
+                local_suspects(self.store.directory).unmark(went - left)
 
     def _retire_one(self, key: ShardKey) -> bool:
         """Retire a shard. False when it is pinned or still being read: a later call retires it."""

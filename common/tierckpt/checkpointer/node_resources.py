@@ -29,7 +29,7 @@ from tierckpt.storage.job_directory import (
     rank_of,
     watched_directories,
 )
-from tierckpt.storage.marks import SuspectMarks
+from tierckpt.storage.marks import local_suspects
 from tierckpt.storage.notes import remove_fork_notes
 from tierckpt.storage.slot_pool import SlotPool, too_small
 from tierckpt.storage.slots import images_of
@@ -178,8 +178,8 @@ class NodeResources:
         self._release()
         self._unlock(remove)
         if remove:
-            marks = SuspectMarks(self.job.path)
-            marks.remove(marks.all())
+            marks = local_suspects(self.job.path)
+            marks.unmark(marks.marked())
             remove_fork_notes(self.job.path)
             self.job.remove_orphans()
             self.job.remove_if_unused()

@@ -30,7 +30,7 @@ from tierckpt.offline.survey import Survey, hints_of, refuse_several_jobs, surve
 from tierckpt.storage.claims import claims_in
 from tierckpt.storage.job_directory import JobBusyError
 from tierckpt.storage.local import LocalStore
-from tierckpt.storage.marks import LocalPins, SuspectMarks
+from tierckpt.storage.marks import LocalPins, local_suspects
 from tierckpt.storage.notes import RollbackFiles, RunRecords
 from tierckpt.storage.persistent import PersistentStore, VersionName
 
@@ -415,4 +415,4 @@ def _remove_local(pins: LocalPins, id_: VersionId) -> None:
             raise PinError(f"{pins.directory}: {id_} has been pinned meanwhile, and stays")
         for key in keys:
             store.retire(key, reuse=False)
-    SuspectMarks(pins.directory).remove([id_])
+    local_suspects(pins.directory).unmark([id_])

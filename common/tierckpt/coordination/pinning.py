@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tierckpt._text import is_url
 from tierckpt.config import Config, PersistentConfig
@@ -56,12 +56,12 @@ def mark_everywhere(
     def mark_local() -> set[str]:
         if not (first and ids):
             return set()
-        there = local.pin(ids, everywhere=True) if action == "pin" else local.unpin(ids)
+        there = local.pin(ids, everywhere=True) if action == "pin" else local.unmark(ids)
         return {LOCAL} if there else set()
 
     def mark_there() -> set[str]:
         with _persistent(config.persistent) as pins:
-            return {PERSISTENT} if getattr(pins, action)(pins.named(version)) else set()
+            return {PERSISTENT} if _at(pins, action, version) else set()
 
     def mark_persistent() -> set[str]:
         where = config.persistent.path
@@ -121,15 +121,21 @@ def mark_at(
     for path in paths:
         if not is_url(path):
             local = LocalPins(path)
-            marked |= {str(v) for v in getattr(local, action)(local.named(version))}
-            there |= {v.version for v in (local.versions() if action == "pin" else local.pinned())}
+            marked |= {str(v) for v in _at(local, action, version)}
+            there |= {v.version for v in (local.versions() if action == "pin" else local.marked())}
         with _persistent(place, path) as pins:
-            marked |= {str(v) for v in getattr(pins, action)(pins.named(version))}
-            there |= {v.id.version for v in (pins.versions() if action == "pin" else pins.pinned())}
+            marked |= {str(v) for v in _at(pins, action, version)}
+            there |= {v.id.version for v in (pins.versions() if action == "pin" else pins.marked())}
     if not marked:
         known = ", ".join(f"v{number}" for number in sorted(there)) or "none"
         raise PinError(f"{_NONE[action]} as v{version}; there: {known}")
     return sorted(marked)
+
+
+def _at(pins: LocalPins | PersistentPins, action: Action, number: int) -> set[Any]:
+    """Pin or unpin the versions of a number at one place; returns those that were."""
+    versions: Any = pins.named(number)
+    return pins.pin(versions) if action == "pin" else pins.unmark(versions)
 
 
 @contextmanager

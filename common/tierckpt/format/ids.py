@@ -57,6 +57,9 @@ def check_version(text: str, what: str) -> None:
         )
 
 
+_VERSION_STEM = re.compile(r"v(\d{10,})\.g(\d{6,})")
+
+
 class VersionId(NamedTuple):
     """A version, distinct from one of the same number in an earlier run of the job.
 
@@ -74,6 +77,12 @@ class VersionId(NamedTuple):
     def stem(self) -> str:
         """The start of the names of all files of this version, before a dot."""
         return f"v{self.version:010d}.g{self.generation:06d}"
+
+    @staticmethod
+    def parse(stem: str) -> VersionId | None:
+        """Read a name that `stem` made; None when `stem` is another kind of name."""
+        match = _VERSION_STEM.fullmatch(stem)
+        return VersionId(int(match[2]), int(match[1])) if match else None
 
 
 class Name(Struct, frozen=True, order=True):

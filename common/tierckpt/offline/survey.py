@@ -56,7 +56,7 @@ from tierckpt.storage.inventory import (
 )
 from tierckpt.storage.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.local import LocalStore
-from tierckpt.storage.marks import LocalPins, PersistentPins, SuspectMarks
+from tierckpt.storage.marks import LocalPins, PersistentPins, local_suspects
 from tierckpt.storage.notes import RUNS_FOLDER as RUNS
 from tierckpt.storage.notes import ForkMarks, OriginFile, Place, RollbackFiles, RunRecords, is_kept
 from tierckpt.storage.persistent import PersistentStore, VersionManifest, VersionName
@@ -438,9 +438,9 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
     look_at_local(store, place, there.found, there.problems, there.unseen)
     there.parities += look_at_parities(store, place, there.problems, there.unseen)
     with suppress(OSError):  # already reported
-        pins = LocalPins(folder).pinned()
+        pins = LocalPins(folder).marked()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
-        there.suspects |= SuspectMarks(folder).all()
+        there.suspects |= local_suspects(folder).texts()
         there.runs[place.where] = RunRecords(folder).names()
     _look_at_forks(folder, place, there)
     files = RollbackFiles(folder)
@@ -458,7 +458,7 @@ def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
     if answers.is_silent(config.path):
         return
     with suppress(Exception), closing(there.open_store(config.path)) as store:
-        pins = [name.id for name in PersistentPins(store).pinned()]
+        pins = [name.id for name in PersistentPins(store).marked()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}
         _look_at_forks(store, Location("persistent", EVERYWHERE, config.path), there)
 
@@ -506,7 +506,7 @@ def _look_at_slots(job: JobDirectory, there: Survey) -> None:
     there.jobs.append(job)
     if job.trains():
         there.living.add(job.job)
-    there.suspects |= SuspectMarks(job.path).all()
+    there.suspects |= local_suspects(job.path).texts()
     host = job.node or socket.gethostname()
     _look_at_forks(job.path, Location("memory", host, str(job.path)), there)  # without a disk
     look_at_memory(job, host, there.found, there.problems, there.unseen)

@@ -40,7 +40,7 @@ from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.inventory import open_persistent
 from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
-from tierckpt.storage.marks import SuspectMarks
+from tierckpt.storage.marks import local_suspects, persistent_suspects
 
 from .replica_check import (
     ALIKE_AGAIN,
@@ -176,7 +176,8 @@ class Drift:
         every, is_own = in_memory | on_disk, self._history.is_own
         seen = {i for i in every if is_own(i.generation) and i.version > clean}
         for folder in (self._job.path, Path(self._config.directory)):
-            SuspectMarks(folder).add(ids | seen, text)
+            if folder.is_dir():
+                local_suspects(folder).mark(ids | seen, text)
 
     def _mark_there(self, clean: int, run_id: str, text: str) -> None:
         """Mark versions on the persistent level. Later arrivals are marked by the agent that writes
@@ -185,7 +186,7 @@ class Drift:
             for name in store.versions():
                 of_us = self._history.is_own(name.id.generation) and name.run_id == run_id
                 if of_us and name.id.version > clean:
-                    store.mark_suspect(name, text.encode())
+                    persistent_suspects(store).mark([name], text)
 
     def wait(self, timeout_seconds: float = MARKS_SECONDS) -> None:
         """Wait until the marks are written, or the time is over."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .job_directory import job_directory as directory_of_job, job_id_of, jobs_at, take_lock
     from .job_directory import watched_directories
     from .local import ENCODED_SUFFIX, CommitTimes, LocalStore, open_encoded
-    from .marks import LocalPins, PersistentPins, SuspectMarks, persistent_suspects
+    from .marks import LocalPins, PersistentPins, local_suspects, persistent_suspects
     from .notes import ForkMarks, OriginFile, RunRecords
     from .routed import end_without, files_at_end
     from .slot_pool import NoSlotError, SlotPool

@@ -34,7 +34,7 @@ from tierckpt.storage.local import LocalStore
 from tierckpt.storage.marks import LocalPins
 
 from . import answers
-from .marks import SuspectMarks, persistent_suspects
+from .marks import local_suspects, persistent_suspects
 from .notes import RollbackFiles
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def take_inventory(
     rollbacks: list[Rollback] = []
     with _noting_errors(Location("memory", host, str(job.path)), unseen):
         look_at_memory(job, host, found, problems, unseen)
-        suspects |= SuspectMarks(job.path).all()
+        suspects |= local_suspects(job.path).texts()
     disk = Location("local", host, str(store.directory))
     with _noting_errors(disk, unseen):
         disk = replace(disk, where=str(store.directory.resolve()))
@@ -83,7 +83,7 @@ def take_inventory(
     with _noting_errors(disk, unseen):
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()
-        suspects |= SuspectMarks(store.directory).all()
+        suspects |= local_suspects(store.directory).texts()
     more = requests, rollbacks, problems, unseen
     look_at_rollbacks(RollbackFiles(store.directory), disk, *more)
     if persistent is not None and persistent.path:
@@ -242,7 +242,7 @@ def look_at_persistent(
     if (store := _opened(persistent, place, unseen)) is None:
         return manifests
     try:
-        look = partial(persistent_suspects, store)
+        look = persistent_suspects(store).texts
         suspects = answers.within(persistent.path, patience_seconds, look, say)
         look_at_rollbacks(RollbackFiles(store), place, requests, rollbacks, problems, unseen)
         for name, read in _manifests_of(store, store.versions()):

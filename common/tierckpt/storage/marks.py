@@ -1,4 +1,6 @@
-"""Marks beside versions, on each level separately: pins and suspects.
+"""Marks: small files beside versions, on each level separately, that say one thing about a version.
+
+A mark's name has the version and the kind, its content is a short text. There are two kinds.
 
 A pin keeps a version from being removed by retention, until the pin is removed. It names a version
 by its number, so versions of earlier runs with the same number are pinned with it (`pinning` has
@@ -11,6 +13,8 @@ manifest that says so (`VersionFacts.suspect`) needs no mark: it was taken after
 been found. Versions between the last round in which all replicas were the same and that moment get
 a mark. Its content describes the difference.
 
+`notes` has what concerns a whole job, and forks. Both stand on `SmallFiles`.
+
 Imports little: the agent copies marks to the persistent level, and removes those of versions that
 it retires.
 """
@@ -20,14 +24,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from tierckpt.core.restore_plan import Pin
 from tierckpt.errors import PinError
-from tierckpt.format.ids import VersionId, VersionName, held_by_forks
+from tierckpt.format.ids import PIN, SUSPECT, VersionId, VersionName, held_by_forks
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage import durable
 
@@ -37,103 +40,118 @@ if TYPE_CHECKING:
     from .persistent import PersistentStore
 
 __all__ = [
+    "LocalPins",
+    "Marks",
     "NewPins",
     "PersistentPins",
-    "SuspectMarks",
+    "Place",
+    "SmallFiles",
+    "local_suspects",
     "local_suspicion",
+    "locked_place",
     "persistent_suspects",
-    "text_of",
 ]
 
 
-_PIN_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
-_EVERYWHERE = "everywhere\n"
-"""Content of a local mark, copied to the persistent level with the version."""
+Place: TypeAlias = "str | os.PathLike[str] | PersistentStore"
 
 
-class LocalPins:
-    """Pins of one node. Any thread or process. Methods raise OSError."""
+class SmallFiles:
+    """Small files at one place: the directory of a node's local level, the job's folder in memory,
+    or the root of a persistent level. Each is replaced as a whole. One thread. Methods raise
+    OSError and PersistentError."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._store = LocalStore(directory)
+    def __init__(self, place: Place) -> None:
+        """A directory, or a store, which stays the caller's."""
+        self._place = Path(place) if isinstance(place, str | os.PathLike) else place
 
     @property
-    def directory(self) -> Path:
-        """The pins of this node's local level."""
-        return self._store.directory
+    def where(self) -> str:
+        """The place, for messages."""
+        return str(self._place) if isinstance(self._place, Path) else self._place.url
 
-    def versions(self) -> set[VersionId]:
-        """The versions here, complete or in part; empty if the directory is missing."""
-        keys = [*self._store.keys(), *self._store.parities()]
-        return {key.id for key in keys}
+    def names(self, folder: str = "") -> list[str]:
+        """Names of the files at the place, or in a folder there; empty if it is missing."""
+        if not isinstance(self._place, Path):
+            return sorted(n for n in self._place.notes(folder) if not n.endswith("/"))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(n for n in os.listdir(self._place / folder) if not n.startswith("."))
+        return []
 
-    def named(self, number: int) -> set[VersionId]:
-        """Versions with that number that exist here or are pinned."""
-        return {v for v in self.versions() | self.pinned() if v.version == number}
+    def get(self, name: str) -> bytes:
+        """The content of a file. Raises FileNotFoundError without it."""
+        if not isinstance(self._place, Path):
+            return self._place.note(name)
+        with durable.open_plain(self._place / name) as file:
+            return file.read()
 
-    def pinned(self) -> set[VersionId]:
-        """Versions with a mark."""
-        with contextlib.suppress(FileNotFoundError):
-            found = map(_PIN_MARK.fullmatch, os.listdir(self._store.directory))
-            return {VersionId(int(m[2]), int(m[1])) for m in found if m is not None}
-        return set()
-
-    def held(self) -> set[VersionId]:
-        """Versions that forks need, see `storage.notes`: they stay as pinned ones do."""
-        with contextlib.suppress(FileNotFoundError):
-            return held_by_forks(os.listdir(self._store.directory))
-        return set()
-
-    def pins(self) -> tuple[Pin, ...]:
-        """All marks, with the content of each."""
-        return tuple(Pin(version, self.everywhere(version)) for version in sorted(self.pinned()))
-
-    def pin(self, versions: Iterable[VersionId], everywhere: bool = False) -> set[VersionId]:
-        """Mark these versions; returns those that exist here. A mark of a version elsewhere does no
-        harm.
-
-        With `everywhere`, copies that reach the persistent level later are pinned there, too.
-        """
-        if not (versions := set(versions)):
-            return set()  # and no directory is created for the mark
-        self._store.create()
-        with locked_place(self._store.directory):
-            for version in versions:
-                self._set(self._mark(version), everywhere)
-            self._store.sync_directory()
-            return self.versions() & versions
-
-    def _set(self, mark: Path, everywhere: bool) -> None:
-        if mark.exists() and not everywhere:
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, in place of an earlier one; durable at return."""
+        if not isinstance(self._place, Path):
+            self._place.put_note(name, data)
             return
-        if everywhere and not os.access(mark, os.W_OK):  # another user's mark: replace it
-            mark.unlink(missing_ok=True)
-        with mark.open("w") as file:
-            durable.share(file.fileno(), self._store.directory)
-            file.write(_EVERYWHERE if everywhere else "")
+        path = self._place / name
+        with durable.replacing(path) as temp, temp.open("wb") as file:
+            durable.share(file.fileno(), self._place)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            durable.sync(path.parent)
 
-    def unpin(self, versions: Iterable[VersionId]) -> set[VersionId]:
-        """Remove marks; returns the versions that had one."""
-        there = self.pinned() & set(versions)
-        for version in there:
-            self._mark(version).unlink(missing_ok=True)
-        return there
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        if isinstance(self._place, Path):
+            durable.remove(self._place / name)
+        else:
+            self._place.remove_note(name)
 
-    def everywhere(self, version: VersionId) -> bool:
-        """Whether the version has a mark that also applies to the persistent level."""
+
+V = TypeVar("V", VersionId, VersionName)
+MAX_BYTES = 4096
+"""Limit of a mark's text."""
+_UNSAID = {PIN: "", SUSPECT: "replicas differ"}
+"""What a mark without a text says."""
+
+
+class Marks(Generic[V]):
+    """Marks of one kind at one place. Versions are VersionIds in a directory, and VersionNames in a
+    store. Methods raise OSError and PersistentError."""
+
+    def __init__(self, place: Place, kind: str, parse: Callable[[str], V | None]) -> None:
+        """`parse` reads the stem of a version's files; None for other names."""
+        self._files, self._kind = SmallFiles(place), kind
+        self._parse: Callable[[str], V | None] = parse
+
+    def marked(self) -> set[V]:
+        """The versions with a mark."""
+        names = (n for n in self._files.names() if n.endswith(self._kind))
+        found = (self._parse(name.removesuffix(self._kind)) for name in names)
+        return {version for version in found if version is not None}
+
+    def text(self, version: V) -> str:
+        """What a version's mark says; empty without one."""
         with contextlib.suppress(FileNotFoundError):
-            return self._mark(version).read_text() == _EVERYWHERE
-        return False
+            content = self._files.get(version.stem + self._kind)
+            return content[:MAX_BYTES].decode(errors="replace").strip() or _UNSAID[self._kind]
+        return ""
 
-    @contextlib.contextmanager
-    def spared(self, version: VersionId) -> Iterator[bool]:
-        """Whether the version is pinned or held; this does not change while the context is
-        open."""
-        with locked_place(self._store.directory):
-            yield self._mark(version).exists() or version in self.held()
+    def texts(self) -> dict[V, str]:
+        """The versions with a mark that says something, and what."""
+        found = {version: self.text(version) for version in self.marked()}
+        return {version: text for version, text in found.items() if text}
 
-    def _mark(self, version: VersionId) -> Path:
-        return self._store.directory / f"{version.stem}.pin"
+    def mark(self, versions: Iterable[V], text: str = "") -> None:
+        """Mark versions, whether they exist yet or not."""
+        for version in versions:
+            self._files.put(version.stem + self._kind, text.encode()[:MAX_BYTES])
+
+    def unmark(self, versions: Iterable[V]) -> set[V]:
+        """Remove marks; returns the versions that had one."""
+        there = self.marked() & set(versions)
+        for version in there:
+            self._files.remove(version.stem + self._kind)
+        return there
 
 
 @contextlib.contextmanager
@@ -149,83 +167,69 @@ def locked_place(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-_SUSPECT_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.suspect")
-MAX_BYTES = 4096
-"""Limit of a mark's text."""
+_EVERYWHERE = "everywhere"
+"""Text of a local mark that is copied to the persistent level with the version."""
 
 
-class SuspectMarks:
-    """Marks in one folder: a node's local level, or the job's in memory. Any thread or process.
-    Methods raise OSError."""
+class LocalPins(Marks[VersionId]):
+    """Pins of one node. Any thread or process. Methods raise OSError."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__(directory, PIN, VersionId.parse)
+        self._store = LocalStore(directory)
 
-    def all(self) -> dict[VersionId, str]:
-        """The marked versions with the text of each mark; empty if the folder is missing."""
-        found: dict[VersionId, str] = {}
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for match in filter(None, map(_SUSPECT_MARK.fullmatch, os.listdir(self.folder))):
-                id_ = VersionId(int(match[2]), int(match[1]))
-                with contextlib.suppress(FileNotFoundError):
-                    found[id_] = text_of((self.folder / match[0]).read_bytes())
-        return found
+    @property
+    def directory(self) -> Path:
+        """The directory of this node's local level."""
+        return self._store.directory
 
-    def add(self, ids: Iterable[VersionId], text: str) -> None:
-        """Mark these versions, whether they exist yet or not; nothing if the folder is missing."""
-        if not self.folder.is_dir():
-            return
-        for id_ in ids:
-            temp = self.folder / f".{_name(id_)}.{os.getpid()}"
-            temp.write_bytes(_bytes_of(text))
-            temp.replace(self.folder / _name(id_))
+    def versions(self) -> set[VersionId]:
+        """The versions here, complete or in part; empty if the directory is missing."""
+        keys = [*self._store.keys(), *self._store.parities()]
+        return {key.id for key in keys}
 
-    def remove(self, ids: Iterable[VersionId]) -> None:
-        """Remove the marks of these versions, if any."""
-        for id_ in ids:
-            (self.folder / _name(id_)).unlink(missing_ok=True)
+    def named(self, number: int) -> set[VersionId]:
+        """Versions with that number that exist here or are pinned."""
+        return {v for v in self.versions() | self.marked() if v.version == number}
 
+    def pins(self) -> tuple[Pin, ...]:
+        """All marks, with the content of each."""
+        return tuple(Pin(version, self.everywhere(version)) for version in sorted(self.marked()))
 
-def _name(id_: VersionId) -> str:
-    return f"{id_.stem}.suspect"
+    def pin(self, versions: Iterable[VersionId], everywhere: bool = False) -> set[VersionId]:
+        """Mark these versions; returns those that exist here. A mark of a version elsewhere does no
+        harm.
 
+        With `everywhere`, copies that reach the persistent level later are pinned there, too.
+        """
+        if not (versions := set(versions)):
+            return set()  # and no directory is created for the mark
+        self._store.create()
+        with locked_place(self.directory):
+            if everywhere:
+                self.mark(versions, f"{_EVERYWHERE}\n")
+            else:
+                self.mark(versions - self.marked())
+            return self.versions() & versions
 
-def _bytes_of(text: str) -> bytes:
-    return text.encode()[:MAX_BYTES]
+    def everywhere(self, version: VersionId) -> bool:
+        """Whether the version has a mark that also applies to the persistent level."""
+        return self.text(version) == _EVERYWHERE
 
-
-def text_of(content: bytes) -> str:
-    """Text of a mark."""
-    return content[:MAX_BYTES].decode(errors="replace").strip() or "replicas differ"
-
-
-def local_suspicion(directory: str | os.PathLike[str], id_: VersionId) -> str:
-    """Why a version on a node's local level is suspect, by its mark or its manifest; empty if it is
-    not. Raises OSError."""
-    if text := SuspectMarks(directory).all().get(id_):
-        return text
-    store = LocalStore(directory)
-    keys = store.keys()
-    for key in keys:
-        if key.id == id_:
-            with contextlib.suppress(Exception):  # damage is reported elsewhere
-                return Manifest.decode(store.read_manifest(key)).facts.suspect
-    return ""
+    @contextlib.contextmanager
+    def spared(self, version: VersionId) -> Iterator[bool]:
+        """Whether the version is pinned, or held by a fork (see `storage.notes`); this does not
+        change while the context is open."""
+        with locked_place(self.directory):
+            names = self._files.names()
+            yield version.stem + PIN in names or version in held_by_forks(names)
 
 
-def persistent_suspects(store: PersistentStore) -> dict[VersionName, str]:
-    """The marked versions of the persistent level, with the text of each mark."""
-    found = {}
-    for name in store.suspects():
-        with contextlib.suppress(FileNotFoundError):  # retired after the listing
-            found[name] = text_of(store.suspicion(name))
-    return found
-
-
-class PersistentPins:
+class PersistentPins(Marks[VersionName]):
     """Pins of the persistent level. One thread. Methods raise PersistentError and OSError."""
 
     def __init__(self, store: PersistentStore) -> None:
+        super().__init__(store, PIN, VersionName.parse)
         self._store = store
 
     def versions(self) -> set[VersionName]:
@@ -234,27 +238,40 @@ class PersistentPins:
 
     def named(self, number: int) -> set[VersionName]:
         """Versions with that number that exist or are pinned."""
-        return {v for v in self.versions() | self.pinned() if v.id.version == number}
-
-    def pinned(self) -> set[VersionName]:
-        """Versions with a mark."""
-        return set(self._store.pinned())
+        return {v for v in self.versions() | self.marked() if v.id.version == number}
 
     def pin(self, versions: Iterable[VersionName]) -> set[VersionName]:
-        """Mark versions; returns those that exist, and stay."""
-        done = set()
-        for version in versions:
-            with contextlib.suppress(FileNotFoundError):
-                self._store.pin(version)
-                done.add(version)
+        """Mark versions; returns those that exist, and stay. Of others no mark is left."""
+        if not (versions := set(versions)):
+            return set()
+        self.mark(versions)
+        done = (versions & self.versions()) - set(self._store.retired())
+        self.unmark(versions - done)
         return done
 
-    def unpin(self, versions: Iterable[VersionName]) -> set[VersionName]:
-        """Remove marks; returns the versions that had one."""
-        there = self.pinned() & set(versions)
-        for version in there:
-            self._store.unpin(version)
-        return there
+
+def local_suspects(folder: str | os.PathLike[str]) -> Marks[VersionId]:
+    """Marks of suspects in one folder: a node's local level, or the job's in memory."""
+    return Marks(folder, SUSPECT, VersionId.parse)
+
+
+def persistent_suspects(store: PersistentStore) -> Marks[VersionName]:
+    """Marks of suspects on the persistent level."""
+    return Marks(store, SUSPECT, VersionName.parse)
+
+
+def local_suspicion(directory: str | os.PathLike[str], id_: VersionId) -> str:
+    """Why a version on a node's local level is suspect, by its mark or its manifest; empty if it is
+    not. Raises OSError."""
+    if text := local_suspects(directory).text(id_):
+        return text
+    store = LocalStore(directory)
+    keys = store.keys()
+    for key in keys:
+        if key.id == id_:
+            with contextlib.suppress(Exception):  # damage is reported elsewhere
+                return Manifest.decode(store.read_manifest(key)).facts.suspect
+    return ""
 
 
 class NewPins:
@@ -290,8 +307,8 @@ class NewPins:
 
 def _pin_as(local: LocalPins, name: VersionName, store: PersistentStore) -> None:
     if text := local_suspicion(local.directory, name.id):
-        store.mark_suspect(name, text.encode())
+        persistent_suspects(store).mark([name], text)
     if local.everywhere(name.id):
         PersistentPins(store).pin([name])
         if not local.everywhere(name.id):  # unpinned before it came here
-            store.unpin(name)
+            PersistentPins(store).unmark([name])

@@ -1,8 +1,5 @@
-"""Notes: small checksummed JSON records at one place, each with one writer at a time: of
-rollbacks, runs and forks.
-
-A place is the directory of a node's local level, or the root of a persistent level. A note is
-replaced as a whole.
+"""Notes: small files of one place (see `marks.SmallFiles`) that are checksummed JSON records, each
+with one writer at a time: of rollbacks, runs and forks.
 
 Rollbacks (see `core.branches`): the request that `tierckpt rollback` leaves at a place, and the
 record of a run that went back. They are two files with one writer each, so that a run that stores
@@ -25,7 +22,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
@@ -43,12 +40,12 @@ from tierckpt.format.ids import (
     parse_fork_mark,
 )
 from tierckpt.format.records import RunEnd, RunRecord, check_head, checked, head_of, with_check
-from tierckpt.storage.marks import LocalPins, locked_place
+from tierckpt.storage.marks import LocalPins, Place, SmallFiles, locked_place
 
 from . import durable
 
 if TYPE_CHECKING:
-    from .persistent import PersistentStore
+    pass
 
 __all__ = [
     "ForkMarks",
@@ -65,38 +62,13 @@ __all__ = [
 ]
 
 
-Place: TypeAlias = "str | os.PathLike[str] | PersistentStore"
-
-
-class Notes:
-    """The notes of one place. One thread. Methods raise OSError and PersistentError; those that
-    read also CorruptShardError and FormatError."""
-
-    def __init__(self, place: Place) -> None:
-        """A directory, or a store, which stays the caller's."""
-        self._place = Path(place) if isinstance(place, str | os.PathLike) else place
-
-    @property
-    def where(self) -> str:
-        """The place, for messages."""
-        return str(self._place) if isinstance(self._place, Path) else self._place.url
-
-    def names(self, folder: str = "") -> list[str]:
-        """Names of the files at the place, or in a folder there; empty if it is missing."""
-        if not isinstance(self._place, Path):
-            return sorted(n for n in self._place.notes(folder) if not n.endswith("/"))
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(n for n in os.listdir(self._place / folder) if not n.startswith("."))
-        return []
+class Notes(SmallFiles):
+    """The notes of one place. `read` also raises CorruptShardError and FormatError."""
 
     def read(self, name: str, kind: str) -> dict[str, Any] | None:
         """The values of a note; None without one."""
         try:
-            if not isinstance(self._place, Path):
-                data = self._place.note(name)
-            else:
-                with durable.open_plain(self._place / name) as file:
-                    data = file.read()
+            data = self.get(name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -110,25 +82,7 @@ class Notes:
 
     def write(self, name: str, kind: str, values: Mapping[str, Any]) -> None:
         """Write a note, in place of an earlier one; durable at return."""
-        data = with_check(json.dumps({**head_of(kind), **values}).encode())
-        if not isinstance(self._place, Path):
-            self._place.put_note(name, data)
-            return
-        path = self._place / name
-        with durable.replacing(path) as temp, temp.open("wb") as file:
-            durable.share(file.fileno(), self._place)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            durable.sync(path.parent)
-
-    def remove(self, name: str) -> None:
-        """Remove a note, if it is there."""
-        if isinstance(self._place, Path):
-            durable.remove(self._place / name)
-        else:
-            self._place.remove_note(name)
+        self.put(name, with_check(json.dumps({**head_of(kind), **values}).encode()))
 
 
 ROLLBACK_REQUEST, ROLLBACK_RECORD = "rollback-request.json", "rollback.json"

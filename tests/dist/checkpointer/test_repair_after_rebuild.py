@@ -84,7 +84,7 @@ def test_a_pin_is_kept_on_the_node_that_replaces_a_lost_one(
     (pin,) = nodes[0].pins()
     assert [node.pins() for node in nodes] == [((pin.version, True),)] * 3
     for node in nodes:  # as a user makes it
-        node.unpin([pin.version])
+        node.unmark([pin.version])
         node.pin([pin.version])
     lose(place, tmp_path, 1)
     for told in ranks(3).run(come_back_and_crash, place, "xor", times=2):

@@ -107,7 +107,7 @@ def test_a_pin_holds_on_all_nodes(ranks: Any, tmp_path: Path, shm_dir: Path) -> 
     assert ranks(2).run(go_back, GLOO, place, 3) == [digest for digest, *_ in before]
     assert ranks(2).run(unpin, place) == [(("local",), [LATER])] * 2
     for node in ("node0", "node1"):
-        assert LocalPins(tmp_path / node).pinned() == set()
+        assert LocalPins(tmp_path / node).marked() == set()
 
 
 def pin_and_fail(place: Place) -> str:

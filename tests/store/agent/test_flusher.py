@@ -30,7 +30,7 @@ from tierckpt.agent.flusher import (
     STILL_UNDER_WAY,
 )
 from tierckpt.format import ShardKey, VersionId
-from tierckpt.storage import LocalPins
+from tierckpt.storage import LocalPins, PersistentPins
 from tierckpt.storage.persistent import (
     LEASE_SECONDS,
     LeaseHeldError,
@@ -228,7 +228,7 @@ def pinned_on_local(tmp_path: Path, version: int, *here: int) -> FlushOrder:
 
 
 def pins(place: Path) -> list[int]:
-    return [name.id.version for name in PersistentStore(str(place)).pinned()]
+    return [name.id.version for name in PersistentPins(PersistentStore(str(place))).marked()]
 
 
 def test_the_node_that_completes_a_version_pins_it_as_it_is_on_local(
@@ -253,7 +253,7 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
 
     zero = node(keep="1")
     with monkeypatch.context() as patch:
-        patch.setattr(PersistentStore, "pin", forbidden)
+        patch.setattr(PersistentPins, "pin", forbidden)
         for version in (1, 2):
             said = zero.flush(pinned_on_local(tmp_path, version))
             assert (type(said), said.complete) == (Flushed, True)
@@ -267,13 +267,13 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
 def test_a_pin_removed_while_it_is_set_is_gone(
     node: MakeNode, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, pin = pinned_on_local(tmp_path, 1), PersistentStore.pin
+    wanted, pin = pinned_on_local(tmp_path, 1), PersistentPins.pin
 
-    def late(store: PersistentStore, name: VersionName) -> None:
-        LocalPins(wanted.directory).unpin([name.id])  # a later unpin finds none there
-        pin(store, name)
+    def late(pins: PersistentPins, names: list[VersionName]) -> set[VersionName]:
+        LocalPins(wanted.directory).unmark([name.id for name in names])  # a later one finds none
+        return pin(pins, names)
 
-    monkeypatch.setattr(PersistentStore, "pin", late)
+    monkeypatch.setattr(PersistentPins, "pin", late)
     assert node().flush(wanted).complete
     assert (versions(place), pins(place)) == ([1], [])
 

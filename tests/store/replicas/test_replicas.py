@@ -26,7 +26,7 @@ from tests.support.parts import monitor_of
 from tierckpt.cli import export_version, list_versions
 from tierckpt.offline import open_version
 from tierckpt.replicas import ReplicatedState, replicated_state
-from tierckpt.storage import SuspectMarks, persistent_suspects
+from tierckpt.storage import local_suspects, persistent_suspects
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import ThreadGroup, run_ranks
 
@@ -163,7 +163,7 @@ def test_ranks_that_nobody_makes_equal_get_no_version(ranks: Ranks) -> None:
         assert "DistributedDataParallel" in text
         assert "forward_changes" in text
         assert sealed == 2, "those before all knew"
-    assert {id_.version for id_ in SuspectMarks(ranks.folder(0)).all()} >= {1, 2}
+    assert {id_.version for id_ in local_suspects(ranks.folder(0)).marked()} >= {1, 2}
 
     def again(rank: Rank) -> tuple[int, list[str]]:
         restored = rank.ckpt.restore()
@@ -313,7 +313,7 @@ def test_the_persistent_level_knows_its_suspects(ranks: Ranks, tmp_path: Path) -
     known, _ = ranks.run(drift, **settings)
     with closing(PersistentStore(str(shared))) as store:
         there = {name.id.version for name in store.versions()}
-        told = persistent_suspects(store)
+        told = persistent_suspects(store).texts()
     assert {name.id.version for name in told} == {number for number in there if number > known}
     assert min(there) <= known < max(there)
     assert all("model/2.weight" in text for text in told.values())
@@ -653,7 +653,7 @@ def test_a_drift_seen_only_at_the_end_is_raised_then(ranks: Ranks) -> None:
     for version, committed in ranks.run(late, replicas=STOP):
         assert version == 3 * ROUND + 1
         assert committed
-    assert {id_.version for id_ in SuspectMarks(ranks.folder(0)).all()} >= {3 * ROUND + 1}
+    assert {id_.version for id_ in local_suspects(ranks.folder(0)).marked()} >= {3 * ROUND + 1}
 
 
 def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:

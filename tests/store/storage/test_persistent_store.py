@@ -15,6 +15,7 @@ from tests.support.facts import facts_named
 from tests.support.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format import MANIFEST, RETIRED, Lineage, VersionFacts, VersionId
+from tierckpt.storage import PersistentPins
 from tierckpt.storage.persistent import (
     WINDOW_BYTES,
     FlushCancelledError,
@@ -228,7 +229,7 @@ def test_retention_follows_the_policy(store: PersistentStore, tmp_path: Path) ->
     losses = {1: 5.0, 2: 0.1, 3: 4.0, 4: 3.0, 5: 2.0, 6: 1.0}
     for version, loss in losses.items():
         store.flush(facts(version, metric=loss), LARGEST_BYTES, sources(version))
-    store.pin(name(1))
+    PersistentPins(store).pin([name(1)])
     store.flush(facts(3, run_id="dead"), LARGEST_BYTES, sources(3, [0]))
     store.flush(facts(5, run_id=LIFE, generation=2), LARGEST_BYTES, sources(5, [0]))
     policy = RetentionPolicy(keep_last=1, keep_every=4, keep_best=1)
@@ -317,15 +318,14 @@ def test_a_removal_at_any_moment_of_a_commit_leaves_no_manifest_without_shards(
 
 def test_a_pin_wins_over_a_removal_that_came_second(store: PersistentStore) -> None:
     store.flush(facts(1), LARGEST_BYTES, sources(1))
-    store.pin(name(1))
+    pins = PersistentPins(store)
+    assert pins.pin([name(1)]) == {name(1)}
     assert not store.retire(name(1))
     check(store, 1)
-    store.unpin(name(1))
+    assert pins.unmark([name(1)]) == {name(1)}
     assert store.retire(name(1))
     assert store.versions() == store.incomplete() == []
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        store.pin(name(1))
-    assert store.pinned() == []
+    assert pins.pin([name(1)]) == pins.marked() == set()
 
 
 def test_a_version_marked_as_retired_does_not_come_to_be(

@@ -262,25 +262,9 @@ class PersistentStore:
         This package never makes such folders."""
         return self._with_suffix(f"{MANIFEST}/")
 
-    def pinned(self) -> list[VersionName]:
-        """Versions that retention leaves alone."""
-        return self._with_suffix(PIN)
-
     def held(self) -> set[VersionId]:
         """Versions that forks need (see `storage.notes`): retention leaves them alone, too."""
         return held_by_forks(self.backend.sizes())
-
-    def suspects(self) -> list[VersionName]:
-        """Versions with a mark that replicas differed."""
-        return self._with_suffix(SUSPECT)
-
-    def suspicion(self, name: VersionName) -> bytes:
-        """Content of the mark; FileNotFoundError without one."""
-        return self.backend.read(name.stem + SUSPECT)
-
-    def mark_suspect(self, name: VersionName, text: bytes) -> None:
-        """Mark a version, whether it exists yet or not."""
-        self._put(name.stem + SUSPECT, text)
 
     def notes(self, folder: str = "") -> list[str]:
         """Names of the files and folders (`name/`) at the root, or in a folder there."""
@@ -345,18 +329,6 @@ class PersistentStore:
         return _with_suffix(self.backend.sizes(), suffix)
 
     # --- removing ------------------------------------------------------------------------------
-
-    def pin(self, name: VersionName) -> None:
-        """Keep a version until it is unpinned. FileNotFoundError if it does not exist, or is being
-        removed."""
-        self._put(name.stem + PIN, b"")
-        if not self.exists(name) or self._there(name.stem + RETIRED):
-            self.unpin(name)
-            raise FileNotFoundError(f"{self.url}: {name} does not exist, or is being removed")
-
-    def unpin(self, name: VersionName) -> None:
-        """The inverse of `pin`."""
-        self.backend.delete(name.stem + PIN)
 
     def retire(self, name: VersionName) -> bool:
         """Remove a version, or prevent it from being completed; False if a pin, or a version that
