@@ -257,8 +257,6 @@ KEEP = ("local_keep", "persistent_keep")
 """Texts that may also be given as a number."""
 
 
-ROUND_STEPS = 50
-"""Boundaries in which replicas are compared once, unless `replicas` says otherwise."""
 DAY_SECONDS, YEAR_SECONDS = 24 * 3600, 365 * 24 * 3600
 """Limits for times: longer than any useful wait, and short enough for every clock of the system
 (some are limited to 25 days)."""
@@ -281,8 +279,8 @@ def within(name: str, value: float, least: float, most: float) -> None:
 
 
 def parse_replicas(text: str) -> tuple[int, bool]:
-    """From `replicas`: the boundaries in which everything is compared once, 0 if nothing is; and
-    True to stop if replicas differ. Raises ConfigError."""
+    """From `replicas`: the boundaries in which everything is compared once, 50 unless it says
+    another number, 0 if nothing is; and True to stop if replicas differ. Raises ConfigError."""
     if text == "off":
         return 0, False
     found = re.fullmatch(r"(warn|stop)(?: every ([1-9]\d*))?", text)
@@ -291,7 +289,7 @@ def parse_replicas(text: str) -> tuple[int, bool]:
             f"replicas is {text!r}; give warn, stop or off, perhaps with the boundaries in which "
             "everything is compared once: warn every 100, stop every 100"
         )
-    return int(found[2] or ROUND_STEPS), found[1] == "stop"
+    return int(found[2] or 50), found[1] == "stop"
 
 
 CLOUDS = ("aws", "gcp", "azure")

@@ -29,17 +29,14 @@ __all__ = ["UsageSampler", "lower_priority", "shorten_slices", "usage_file_name"
 SHORTEST_SLICE_NANOSECONDS = 100_000
 """The kernel gives no less."""
 TRIES = 5
-NICE = 10
-"""Niceness of an agent, relative to its trainers."""
-NICE_VARIABLE = "TIERCKPT_AGENT_NICE"
-"""Another niceness, for tests, which wait for agents beside each other."""
+NICE = int(os.environ.get("TIERCKPT_AGENT_NICE", "10"))
+"""Niceness of an agent, relative to its trainers. The variable is for tests, which wait for agents
+beside each other."""
 
 
-def lower_priority(by: int | None = None) -> None:
+def lower_priority(by: int = NICE) -> None:
     """Lower the priority of this process, which has one thread, below its starter's, for CPU and
-    disk. A refusal of the system is ignored. `by`: the niceness to add; None: the usual one."""
-    if by is None:
-        by = int(os.environ.get(NICE_VARIABLE, NICE))
+    disk. A refusal of the system is ignored. `by`: the niceness to add."""
     nice = min(os.getpriority(os.PRIO_PROCESS, 0) + by, 19)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, nice)

@@ -630,7 +630,7 @@ def hint_of(path: str, there: Survey) -> str:
         text = f"only a fork's source takes @v{source.version} after it; give {source.path}"
         return f"{text}, if you mean that"
     with suppress(Exception), closing(there.open_store(path)) as store:
-        folders = [name.rstrip("/") for name in store.notes() if name.endswith("/")]
+        folders = [name.rstrip("/") for name in store.backend.sizes() if name.endswith("/")]
         return _below([f"{path.rstrip('/')}/{name}" for name in folders if name != RUNS])
     return ""
 

@@ -73,7 +73,7 @@ class SmallFiles:
     def names(self, folder: str = "") -> list[str]:
         """Names of the files at the place, or in a folder there; empty if it is missing."""
         if not isinstance(self._place, Path):
-            return sorted(n for n in self._place.notes(folder) if not n.endswith("/"))
+            return sorted(n for n in self._place.backend.sizes(folder) if not n.endswith("/"))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(n for n in os.listdir(self._place / folder) if not n.startswith("."))
         return []
@@ -81,14 +81,14 @@ class SmallFiles:
     def get(self, name: str) -> bytes:
         """The content of a file. Raises FileNotFoundError without it."""
         if not isinstance(self._place, Path):
-            return self._place.note(name)
+            return self._place.backend.read(name)
         with durable.open_plain(self._place / name) as file:
             return file.read()
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file, in place of an earlier one; durable at return."""
         if not isinstance(self._place, Path):
-            self._place.put_note(name, data)
+            self._place.put(name, data)
             return
         path = self._place / name
         with durable.replacing(path) as temp, temp.open("wb") as file:
@@ -104,7 +104,7 @@ class SmallFiles:
         if isinstance(self._place, Path):
             durable.remove(self._place / name)
         else:
-            self._place.remove_note(name)
+            self._place.backend.delete(name)
 
 
 V = TypeVar("V", VersionId, VersionName)
@@ -242,9 +242,7 @@ class PersistentPins(Marks[VersionName]):
 
     def pin(self, versions: Iterable[VersionName]) -> set[VersionName]:
         """Mark versions; returns those that exist, and stay. Of others no mark is left."""
-        if not (versions := set(versions)):
-            return set()
-        self.mark(versions)
+        self.mark(versions := set(versions))
         done = (versions & self.versions()) - set(self._store.retired())
         self.unmark(versions - done)
         return done

@@ -131,7 +131,7 @@ def test_two_that_commit_at_once_write_the_same(
 ) -> None:
     """The other writer does all of it between this one's last look and its manifest."""
     other, content = made(tmp_path, options), []
-    put = store._put
+    put = store.put
 
     def late(path: str, data: bytes) -> None:
         if path.endswith(MANIFEST):
@@ -141,7 +141,7 @@ def test_two_that_commit_at_once_write_the_same(
         if path.endswith(MANIFEST):
             content.append((tmp_path / path).read_bytes())
 
-    store._put = late  # type: ignore[method-assign]
+    store.put = late  # type: ignore[method-assign]
     assert store.flush(facts(1), LARGEST_BYTES, sources(1)).committed
     assert len(content) == 2
     assert content[0] == content[1]

@@ -182,7 +182,7 @@ class PersistentStore:
             records = parts.whole(group)
             if records is None:
                 return False
-            self._put(path, encode_shards("group", records.values()))
+            self.put(path, encode_shards("group", records.values()))
         return True
 
     def _commit(self, facts: VersionFacts, largest_bytes: int, groups: Groups) -> bool:
@@ -212,7 +212,7 @@ class PersistentStore:
             created_seconds,
         )
         self._check_not_retired(name)
-        self._put(name.stem + MANIFEST, manifest.encode())
+        self.put(name.stem + MANIFEST, manifest.encode())
         # If anything fails from here on, the version exists, unless the check says that it must
         # not.
         why = self._why_void(name, set(files), bases)
@@ -233,7 +233,8 @@ class PersistentStore:
                 return f"{name} refers to {base}, which was retired"
         return ""
 
-    def _put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file, in place of an earlier one."""
         self.backend.put(path, lambda: iter([memoryview(data)]), len(data))
 
     def exists(self, name: VersionName) -> bool:
@@ -265,22 +266,6 @@ class PersistentStore:
     def held(self) -> set[VersionId]:
         """Versions that forks need (see `storage.notes`): retention leaves them alone, too."""
         return held_by_forks(self.backend.sizes())
-
-    def notes(self, folder: str = "") -> list[str]:
-        """Names of the files and folders (`name/`) at the root, or in a folder there."""
-        return list(self.backend.sizes(folder))
-
-    def note(self, name: str) -> bytes:
-        """Content of a small file at the root; FileNotFoundError without it."""
-        return self.backend.read(name)
-
-    def put_note(self, name: str, content: bytes) -> None:
-        """Write a small file at the root, in place of an earlier one."""
-        self._put(name, content)
-
-    def remove_note(self, name: str) -> None:
-        """Remove a small file at the root, if it is there."""
-        self.backend.delete(name)
 
     def incomplete(self) -> list[VersionName]:
         """Versions with a started write or removal, that do not exist."""
@@ -350,7 +335,7 @@ class PersistentStore:
         return self._retire(name, lambda: self.exists(name))
 
     def _retire(self, name: VersionName, stays: Callable[[], bool]) -> bool:
-        self._put(name.stem + RETIRED, b"")
+        self.put(name.stem + RETIRED, b"")
         if stays():  # checked after the mark is set: a process that pins looks for the mark
             self.backend.delete(name.stem + RETIRED)
             return False
