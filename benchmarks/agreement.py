@@ -1,33 +1,33 @@
 """How much does the agreement of the ranks cost? DDP training with a ballot at each boundary.
 
     python benchmarks/agreement.py --toy
-    python benchmarks/agreement.py --worlds 2,4
+    python benchmarks/agreement.py --json agreement.json
 
 No other part of Tierckpt is attached. Three kinds of blocks take turns in the same processes:
 steps without ballots, with ballots in a shared page of memory (ranks of one node), and with
 ballots over gloo (ranks of several nodes). The figures are differences within a round, so that
 other load of the machine affects all of them equally.
 
-step    ms a step, slowest rank, median of the blocks
-more    excess over a step without a ballot, median of the rounds, and rank 0's range: the noise
-launch  its part in the call that casts the vote; wait: in the one that reads the previous ballot
+step_ms     a step, slowest rank, median of the blocks
+longer_ms   excess over a step without a ballot, median of the rounds, and rank 0's range: the noise
+cast_ms     its part in the call that casts the vote; read_ms: that reads the previous ballot
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ckpt import TorchGroup
-from lib.files import SHARED_MEMORY, add_row, rows_of, write_json
+from lib.files import SHARED_MEMORY
 from lib.machine import description
+from lib.ranks import rows_of_ranks
+from lib.report import publish
 from lib.terminal import parser_of
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
@@ -43,7 +43,6 @@ class Rank:
     """One rank of a small training, with a clock around its boundaries."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)
         self.group = TorchGroup()
         node = Node(0, 1, tuple(range(self.group.size)))
         page = ballots_for(self.group, node, VOTE_WIDTH)
@@ -83,10 +82,8 @@ class Rank:
         return seconds / steps, launch / steps, read / steps
 
 
-def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None:
-    """Run one rank; rank 0 prints the lines of the table."""
-    meeting = f"file://{folder}/{world}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+def measure(folder: str, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Run one rank; yields the rows."""
     one = Rank()
     one.block(steps, "gloo")
     found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
@@ -101,37 +98,22 @@ def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None
         columns = zip(*found[kind], strict=True)
         mine = (median(more), *(median(column) for column in columns))
         everyone = one.group.all_gather_object(mine)
-        longer, step, launched, waited = (1e3 * max(c) for c in zip(*everyone, strict=True))
-        if rank == 0:
-            low, high = 1e3 * min(more), 1e3 * max(more)
-            row: dict[str, Any] = {"ranks": world, "ballots": kind, "step_ms": step}
-            row |= {"longer_ms": {"median": longer, "low": low, "high": high}}
-            add_row(folder, row | {"cast_ms": launched, "read_ms": waited})
-            span = f"({low:+.2f} to {high:+.2f})"
-            print(
-                f"{world:>5} {kind:>8} {step:>8.2f} {longer:>+8.3f} {span:>18} "
-                f"{launched:>9.3f} {waited:>8.3f}",
-                flush=True,
-            )
+        longer, step, cast, read = (1e3 * max(column) for column in zip(*everyone, strict=True))
+        yield {
+            "ranks": one.group.size,
+            "ballots": kind,
+            "step_ms": step,
+            "longer_ms": {"median": longer, "low": 1e3 * min(more), "high": 1e3 * max(more)},
+            "cast_ms": cast,
+            "read_ms": read,
+        }
     one.group.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--worlds", default="2,4", help="numbers of ranks, separated by commas")
-    options = parser.parse_args()
-    rounds, steps = (3, 5) if options.toy else (42, 25)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, medians of {rounds} rounds")
-    print("ranks  ballots     step     more       (all rounds)    launch     wait")
-    with tempfile.TemporaryDirectory() as folder:
-        for world in map(int, options.worlds.split(",")):
-            torch.multiprocessing.spawn(measure, (world, rounds, steps, folder), nprocs=world)
-        rows = rows_of(folder)
-    if options.json:
-        write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
+    options = parser_of(__doc__).parse_args()
+    rows = rows_of_ranks(measure, 2, *((3, 5) if options.toy else (42, 25)))
+    publish(options.json, description(SHARED_MEMORY), rows=rows)
 
 
 if __name__ == "__main__":

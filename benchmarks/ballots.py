@@ -19,7 +19,6 @@ To count only its own packets, as root: unshare -n sh -c 'ip link set lo up && p
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import select
@@ -27,16 +26,15 @@ import socket
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ddp_ckpt import TorchGroup
-from lib.files import write_json
 from lib.machine import description
+from lib.ranks import rows_of_ranks
+from lib.report import publish, table
 from lib.terminal import parser_of
 from tierckpt.coordination.ballots import GroupBallots, SharedBallots, page_bytes
 from tierckpt.coordination.leader_tree import leader_tree
@@ -128,14 +126,11 @@ def traffic(group: TorchGroup, ballots: GroupBallots, count: int) -> tuple[float
     return packets / count, nbytes / count
 
 
-def run_rank(rank: int, options: dict[str, Any], world: int, folder: str) -> None:
-    """Run one rank; rank 0 writes the figures."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/{world}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+def measure(folder: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run one rank; yields the figures."""
     group = TorchGroup()
-    hosts = [str(other // options["node_ranks"]) for other in range(world)]
-    node = Node.of(hosts[rank], hosts)
+    hosts = [str(other // options["node_ranks"]) for other in range(group.size)]
+    node = Node.of(hosts[group.rank], hosts)
     tree = leader_tree(group, node, VOTE_WIDTH + 2)
     assert tree is not None, "the ranks could not connect"
     kinds = {
@@ -153,31 +148,23 @@ def run_rank(rank: int, options: dict[str, Any], world: int, folder: str) -> Non
             found[kind].append((time.perf_counter() - begin, used))
     sent = {kind: traffic(group, kinds[kind], options["ballots"]) for kind in KINDS}
     everyone: list[Any] = group.all_gather_object(found)
-    if rank == 0:
-        figures: dict[str, Any] = {"ranks": world, "nodes": node.count}
-        for kind in KINDS:
-            rounds = [[theirs[kind][n] for theirs in everyone] for n in range(options["rounds"])]
-            seconds = median(max(wall for wall, _ in each) for each in rounds)
-            cpu = median(sum(used for _, used in each) for each in rounds)
-            figures[f"{kind}_seconds"] = seconds / options["ballots"]
-            figures[f"{kind}_cpu_seconds"] = cpu / options["ballots"]
-            figures[f"{kind}_packets"], figures[f"{kind}_bytes"] = sent[kind]
-        Path(folder, f"{world}.json").write_text(json.dumps(figures))
+    figures: dict[str, Any] = {"ranks": group.size, "nodes": node.count}
+    for kind in KINDS:
+        rounds = [[theirs[kind][n] for theirs in everyone] for n in range(options["rounds"])]
+        seconds = median(max(wall for wall, _ in each) for each in rounds)
+        cpu = median(sum(used for _, used in each) for each in rounds)
+        figures[f"{kind}_seconds"] = seconds / options["ballots"]
+        figures[f"{kind}_cpu_seconds"] = cpu / options["ballots"]
+        figures[f"{kind}_packets"], figures[f"{kind}_bytes"] = sent[kind]
+    yield figures
     group.barrier()
     kinds["tree"].close()
     group.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run(given: dict[str, Any], world: int) -> dict[str, Any]:
     """Measure the ballots of so many processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (given, world, folder)
-        torch.multiprocessing.start_processes(
-            run_rank, arguments, nprocs=world, start_method="fork"
-        )
-        row: dict[str, Any] = json.loads(Path(folder, f"{world}.json").read_text())
+    (row,) = rows_of_ranks(measure, world, given, start_method="fork")
     return row
 
 
@@ -205,28 +192,10 @@ def main() -> None:
         "rounds": 2 if options.toy else 7,
         "ballots": 5 if options.toy else 20,
     }
-    os.environ["OMP_NUM_THREADS"] = "1"
     measured = parts(given)
-    times = {name: value for name, value in measured.items() if name.endswith("_seconds")}
-    print("; ".join(f"{name[:-8]} {1e6 * value:.1f} us" for name, value in times.items()))
-    print(
-        f"{os.cpu_count()} cores, torch {torch.__version__}; a ballot: ms, CPU ms of all ranks, "
-        "packets"
-    )
-    print("ranks nodes     gloo      CPU  packets     tree      CPU  packets")
-    rows: list[dict[str, Any]] = []
-    for world in worlds:
-        row = run(given, world)
-        cells = (
-            f"{1e3 * row[f'{kind}_seconds']:>9.2f}{1e3 * row[f'{kind}_cpu_seconds']:>9.2f}"
-            f"{row[f'{kind}_packets']:>9.0f}"
-            for kind in KINDS
-        )
-        print(f"{world:>5} {row['nodes']:>5}{''.join(cells)}", flush=True)
-        rows.append(row)
-    if options.json:
-        content = {"run": description(Path(tempfile.gettempdir())), "parts": measured, "rows": rows}
-        write_json(options.json, content)
+    rows = [run(given, world) for world in worlds]
+    print(table([measured]))
+    publish(options.json, description(Path(tempfile.gettempdir())), parts=measured, rows=rows)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ work is done. Steps until then are in the block's wake, and their extra time is 
 block. The first steps (`--learning`) do not count. In the last case the persistent level takes 20
 MB/s a node.
 
-overhead %   excess time of a block's steps and wake: median of the rounds, and its 95 % confidence
-             interval (the range for fewer than 6 rounds); a budget not below it is held
-wake         mean number of steps in the wake
-steps for each version   by level, in the counted rounds
+overhead     excess time of a block's steps and wake, as a share: over the rounds, and its 95 %
+             confidence interval; a budget not below it is held
+wake_steps   mean number of steps in the wake
+each_steps   steps for each version by level, in the counted rounds
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 from statistics import mean
 
 from lib import machine, models
-from lib.figures import Spread, spread
-from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from lib.levels.figures import block_seconds
+from lib.figures import Spread, spread, wall_seconds
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
 from lib.methods.method import Setting
 from lib.methods.ours import OursAuto
+from lib.report import publish
 from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError
 
@@ -58,18 +58,6 @@ class Case:
     each_steps: dict[str, float | None] = field(default_factory=dict)
     wake_steps: float = 0.0
 
-    @property
-    def name(self) -> str:
-        """The name in the table and in progress lines."""
-        return f"{100 * self.budget:g} %{', slow store' if self.slow else ''}"
-
-    @property
-    def held(self) -> bool:
-        """True if the overhead is within the budget, or cannot be told from it in the noise."""
-        assert self.overhead is not None
-        low = self.overhead.sure[0] if self.overhead.sure else self.overhead.low
-        return low <= self.budget
-
 
 @contextmanager
 def environment(case: Case) -> Iterator[None]:
@@ -77,15 +65,13 @@ def environment(case: Case) -> Iterator[None]:
     variables = {"TIERCKPT_OVERHEAD_BUDGET": str(case.budget)}
     if case.slow:
         variables["TIERCKPT_PERSISTENT_BYTES_PER_SECOND"] = str(SLOW_BYTES)
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Bench:
@@ -103,7 +89,7 @@ class Bench:
         """Fill in the figures; returns the bytes of the training's state."""
         state_bytes = 0
         for case in cases:
-            say(f"{case.name}: {self.options.learning} steps to learn")
+            say(f"{case.budget}: {self.options.learning} steps to learn")
             with ExitStack() as stack, environment(case):
                 team, state_bytes = self._team(f"budget{cases.index(case)}", stack)
                 self._visit(case, team)
@@ -117,12 +103,12 @@ class Bench:
         before, overheads, wakes = _taken(folder), [], []
         for number in range(self.options.rounds):
             before_seconds = self._plain(team)
-            seconds = block_seconds(team.block(steps, checkpoints=True))
+            seconds = wall_seconds(team.block(steps, checkpoints=True))
             more, wake = self._wake(team)
             step_seconds = mean((before_seconds, self._plain(team)))
             overheads.append((seconds + more) / (steps * step_seconds) - 1 - wake / steps)
             wakes.append(wake)
-            say(f"{case.name}: round {number + 1}, {100 * overheads[-1]:.1f} %")
+            say(f"{case.budget}: round {number + 1}, {100 * overheads[-1]:.1f} %")
         case.overhead, case.wake_steps = spread(overheads), mean(wakes)
         for level in LEVELS:
             count = _taken(folder)[level] - before[level]
@@ -132,7 +118,7 @@ class Bench:
         """Seconds of a plain step while nothing else is at work. Half as many steps as a block has,
         called once before the block and once after it."""
         steps = (self.options.steps + 1) // 2
-        return block_seconds(team.block(steps, checkpoints=False)) / steps
+        return wall_seconds(team.block(steps, checkpoints=False)) / steps
 
     def _wake(self, team: Team) -> tuple[float, int]:
         """Train until all work of the block is done; return the seconds and the steps of that."""
@@ -140,7 +126,7 @@ class Bench:
         while any(team.command("busy")):
             if steps == MAX_WAKE_STEPS:
                 raise TeamError(f"still at work after {steps} steps that began nothing")
-            seconds += block_seconds(team.block(WAKE_STEPS, checkpoints=False))
+            seconds += wall_seconds(team.block(WAKE_STEPS, checkpoints=False))
             steps += WAKE_STEPS
         return seconds, steps
 
@@ -153,10 +139,7 @@ class Bench:
             launcher="torchrun",
             world=2,
             model=self.options.model,
-            batch=models.BATCHES[self.options.model],
             every=1_000_000_000,
-            device="cpu",
-            backend="gloo",
             directory=str(folder),
             memory=str(memory),
         )
@@ -170,22 +153,6 @@ def _taken(folder: Path) -> dict[str, float]:
     """Versions that each level has received so far, by the events of the ranks."""
     counts = [json.loads(path.read_text()) for path in sorted(folder.glob("taken*.json"))]
     return {level: mean(each.get(level, 0) for each in counts) for level in LEVELS}
-
-
-def table(cases: list[Case]) -> str:
-    """The table, one line per case."""
-    head = f"{'budget':<18}{'overhead % (sure)':>24}{'wake':>6}  steps for each version: "
-    head += ", ".join(LEVELS)
-    lines = [head]
-    for case in cases:
-        assert case.overhead is not None
-        low, high = case.overhead.sure or (case.overhead.low, case.overhead.high)
-        figures = f"{100 * case.overhead.median:.1f} ({100 * low:.1f}..{100 * high:.1f})"
-        each = ", ".join("none" if n is None else f"{n:.0f}" for n in case.each_steps.values())
-        verdict = "held" if case.held else "EXCEEDED"
-        wake = f"{case.wake_steps:>6.0f}"
-        lines.append(f"{case.name:<18}{figures:>24}{wake}  {each}  {verdict}")
-    return "\n".join(lines)
 
 
 def arguments() -> argparse.Namespace:
@@ -225,12 +192,7 @@ def main() -> None:
             state_bytes = Bench(options, disk, memory).measure(cases)
         except TeamError as error:
             sys.exit(f"not measured: {error}")
-    print(
-        f"\n{options.model}: {state_bytes / 1e6:.1f} MB of state, 2 ranks, {options.rounds} rounds "
-        f"of {options.steps} steps\n{about['cpu']}, {about['cores']} cores\n\n{table(cases)}"
-    )
-    if options.json:
-        write_json(options.json, {**about, "cases": [asdict(case) for case in cases]})
+    publish(options.json, about, state_bytes=state_bytes, cases=[asdict(case) for case in cases])
 
 
 if __name__ == "__main__":

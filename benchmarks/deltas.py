@@ -5,25 +5,23 @@
 
 A small transformer learns the bytes of Python's own library with AdamW. Early and late in the
 training, its weights and moments are compared with those 1, 10, 100 and 1000 steps before: each
-block is encoded whole, as XOR with the earlier block, and as integer difference to it, all with
-byte planes and Zstandard. Then a whole version and a difference are loaded from a directory.
-Speeds are per CPU-second, so that other load of the machine does not count.
-
-*ratio* is size over stored size; *way* is `whole`, or `difference` (as the codec `delta`) or `XOR`
-to the version *steps* before. `--versions FILE` keeps the training's states for a later run.
+block is encoded whole, as XOR with the earlier block, and as integer difference to it (as the codec
+`delta`), all with byte planes and Zstandard. Then a whole version and a difference are loaded from
+a directory.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +29,8 @@ import torch
 import tierckpt
 import tierckpt.storage.persistent
 from lib import machine
-from lib.figures import Spread, spread
-from lib.files import write_json
-from lib.limits import Cost, timed
-from lib.report import align
+from lib.figures import spread
+from lib.report import publish
 from lib.terminal import parser_of
 from tierckpt.codecs.codec import BlockId
 from tierckpt.codecs.difference import difference, undone
@@ -43,10 +39,13 @@ from tierckpt.format.manifest import Buffer
 
 BLOCK_BYTES = 512 * 1024
 """The block size of shards."""
+LEVEL = 1
+"""Of Zstandard."""
 PHASES = ("early", "late")
 TEXT_BYTES = 8 << 20
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "weights, bfloat16")
 Contents = dict[str, bytes]
+Row = dict[str, Any]
 
 
 # --- the training --------------------------------------------------------------------------------
@@ -166,13 +165,8 @@ def contents_of(net: torch.nn.Module, adam: torch.optim.Optimizer) -> Contents:
 # --- the ways ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Way:
-    """A reversible difference of a block and its base's, in integers of a size."""
-
-    name: str
-    there: Callable[[Buffer, Buffer, int], Buffer]
-    back: Callable[[Buffer, Buffer, int], Buffer]
+Change = Callable[[Buffer, Buffer, int], Buffer]
+"""A reversible change of a block by its base's, in integers of a size."""
 
 
 def _whole(block: Buffer, base: Buffer, item_bytes: int) -> Buffer:
@@ -184,28 +178,12 @@ def _exclusive_or(block: Buffer, base: Buffer, item_bytes: int) -> Buffer:
     return np.bitwise_xor(one, other).data.cast("B")
 
 
-WAYS = (
-    Way("whole", _whole, _whole),
-    Way("XOR", _exclusive_or, _exclusive_or),
-    Way("difference", difference, undone),
-)
-
-
-@dataclass
-class Row:
-    """One way for one kind of content. Speeds are bytes of content per CPU-second."""
-
-    phase: str
-    content: str
-    distance: int
-    way: str
-    nbytes: int
-    stored_bytes: int = 0
-    there: Spread | None = None
-    back: Spread | None = None
-    speeds: tuple[list[float], list[float]] = field(
-        default_factory=lambda: ([], []), repr=False, compare=False
-    )
+WAYS: dict[str, tuple[Change, Change]] = {
+    "whole": (_whole, _whole),
+    "XOR": (_exclusive_or, _exclusive_or),
+    "difference": (difference, undone),
+}
+"""There and back."""
 
 
 def blocks(data: bytes) -> list[bytes]:
@@ -213,67 +191,34 @@ def blocks(data: bytes) -> list[bytes]:
     return [data[low : low + BLOCK_BYTES] for low in range(0, len(data), BLOCK_BYTES)]
 
 
-def measure(
-    size: Size, phases: Sequence[str], versions: dict[int, Contents], level: int, rounds: int
-) -> list[Row]:
-    """Alternate the ways, so that other load of the machine affects all of them equally."""
-    jobs = [
-        (Row(phase, kind, d, way.name, len(versions[at][kind])), way, at)
-        for phase, at in ((phase, size.step_of(phase)) for phase in phases)
-        for kind in KINDS
-        for d in size.distances
-        for way in WAYS
-        if way.name != "whole" or d == size.distances[-1]
-    ]
-    zstd = Zstd(level)
-    for number in range(rounds + 1):
-        for row, way, at in jobs:
-            pair = [versions[step][row.content] for step in (at + row.distance, at)]
-            costs = _costs(row, way, zstd, *map(blocks, pair))
-            for cost, speeds in zip(costs if number else (), row.speeds, strict=False):
-                speeds.append(row.nbytes / max(cost.cpu_s, 1e-9))  # the first round warms up
-    for row, _, _ in jobs:
-        row.there, row.back = map(spread, row.speeds)
-    return [row for row, _, _ in jobs]
+def sizes(size: Size, phases: Sequence[str], versions: dict[int, Contents]) -> Iterator[Row]:
+    """Encode each kind of content in each way, and compare what comes back."""
+    for phase, kind, distance, way in product(phases, KINDS, size.distances, WAYS):
+        if way == "whole" and distance != size.distances[-1]:
+            continue
+        at = size.step_of(phase)
+        now, base = (versions[step][kind] for step in (at + distance, at))
+        yield {
+            **{"phase": phase, "content": kind, "distance": distance, "way": way},
+            **{"nbytes": len(now), "stored_bytes": _stored_bytes(way, kind, now, base)},
+        }
 
 
-def _costs(row: Row, way: Way, zstd: Zstd, now: list[bytes], base: list[bytes]) -> list[Cost]:
-    """Encode and decode all blocks, and compare them."""
-    item = 2 if "16" in row.content else 4
-    where = BlockId("job", "run", 1, 1, 0, 1, 0, item)
-    stored: list[bytes] = []
-    found: list[Buffer] = []
-
-    def encode() -> None:
-        for block, before in zip(now, base, strict=True):
-            stored.append(bytes(zstd.encode(way.there(block, before, item), where)))
-
-    def decode() -> None:
-        for each, before in zip(stored, base, strict=True):
-            found.append(way.back(zstd.decode(each, where), before, item))
-
-    costs = [timed(encode), timed(decode)]
-    row.stored_bytes = sum(map(len, stored))
-    if [*map(bytes, found)] != now:
-        raise RuntimeError(f"{row.way} does not restore {row.content}")
-    return costs
+def _stored_bytes(way: str, kind: str, now: bytes, base: bytes) -> int:
+    item, zstd, (there, back) = 2 if "16" in kind else 4, Zstd(LEVEL), WAYS[way]
+    where, total = BlockId("job", "run", 1, 1, 0, 1, 0, item), 0
+    for block, before in zip(blocks(now), blocks(base), strict=True):
+        stored = bytes(zstd.encode(there(block, before, item), where))
+        total += len(stored)
+        if bytes(back(zstd.decode(stored, where), before, item)) != block:
+            raise RuntimeError(f"{way} does not restore {kind}")
+    return total
 
 
 # --- a restart -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Load:
-    """How long it takes to load a version from a directory. In seconds."""
-
-    version: str
-    state_bytes: int
-    stored_bytes: int
-    wall: Spread | None = None
-    cpu: Spread | None = None
-
-
-def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -> list[Load]:
+def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -> list[Row]:
     """Store the late version and, as a difference to it, that of `size.loaded` steps later,
     `copies` times side by side; then load both by turns."""
     nbytes = len(versions[size.late]["weights"])
@@ -307,7 +252,7 @@ def loads(size: Size, versions: dict[int, Contents], copies: int, rounds: int) -
         return _loaded(far, 3 * nbytes * copies, rounds)
 
 
-def _loaded(far: Path, state_bytes: int, rounds: int) -> list[Load]:
+def _loaded(far: Path, state_bytes: int, rounds: int) -> list[Row]:
     store = tierckpt.storage.persistent.PersistentStore(str(far))
     names = store.versions()
     manifests = [store.read_manifest(name) for name in names]
@@ -322,88 +267,33 @@ def _loaded(far: Path, state_bytes: int, rounds: int) -> list[Load]:
                 walls[i].append(time.perf_counter() - begin)
                 cpus[i].append(time.process_time() - begin_cpu)
     return [
-        Load(text, state_bytes, manifest.nbytes, spread(wall), spread(cpu))
+        {
+            **{"version": text, "state_bytes": state_bytes, "stored_bytes": manifest.nbytes},
+            **{"wall": asdict(spread(wall)), "cpu": asdict(spread(cpu))},
+        }
         for text, manifest, wall, cpu in zip(
             ("whole", "difference"), manifests, walls, cpus, strict=True
         )
     ]
 
 
-HEADERS = ("training", "content", "steps", "way", "MB", "ratio", "there, MB/CPU-s", "back")
-
-
-def table(rows: list[Row]) -> str:
-    """The table, one line per content, distance and way."""
-    lines = []
-    for row in rows:
-        assert row.there
-        assert row.back
-        lines.append(
-            (
-                row.phase,
-                row.content,
-                "" if row.way == "whole" else str(row.distance),
-                row.way,
-                f"{row.nbytes / 1e6:.1f}",
-                f"{row.nbytes / row.stored_bytes:.3f}",
-                f"{row.there.median / 1e6:.0f}",
-                f"{row.back.median / 1e6:.0f}",
-            )
-        )
-    return align([HEADERS, *lines])
-
-
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
     parser = parser_of(__doc__, toy="a tiny net, 2 rounds")
-    parser.add_argument("--level", type=int, default=1, help="Zstandard's level; default 1")
-    parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 2")
-    parser.add_argument(
-        "--versions", type=Path, help="keep the trained states here, and reuse them"
-    )
+    parser.add_argument("--rounds", type=int, help="loads of each version; default 5, toy 2")
     text = "early, late or both; early alone needs a third of the training, and loads nothing"
     parser.add_argument("--phases", default=",".join(PHASES), help=f"{text}; default both")
     options = parser.parse_args()
-    options.phases = options.phases.split(",")
-    if not {*options.phases} <= {*PHASES}:
+    phases = options.phases.split(",")
+    if not {*phases} <= {*PHASES}:
         parser.error(f"--phases are {' and '.join(PHASES)}")
-    options.rounds = options.rounds or (2 if options.toy else 5)
-    return options
-
-
-def main() -> None:
-    options = arguments()
-    about = machine.description(Path.cwd())
     size = TOY if options.toy else Size()
-    if options.versions and options.versions.exists():
-        versions = torch.load(options.versions, weights_only=True)
-    else:
-        versions = dict(trained(size, options.phases))
-        if options.versions:
-            torch.save(versions, options.versions)
+    versions = dict(trained(size, phases))
     torch.set_num_threads(1)
-    rows = measure(size, options.phases, versions, options.level, options.rounds)
-    copies = 1 if options.toy else 8
-    loaded = loads(size, versions, copies, options.rounds) if "late" in options.phases else []
-    print(
-        f"{about['cpu']}, {about['cores']} cores; one thread, blocks of {BLOCK_BYTES >> 10} KiB, "
-        f"zstd level={options.level}\n"
-    )
-    print(table(rows))
-    for each in loaded:
-        assert each.wall
-        assert each.cpu
-        print(
-            f"load of {each.state_bytes / 1e6:.0f} MB, {each.version}: {each.wall.median:.3f} s, "
-            f"{each.cpu.median:.3f} CPU-s, {each.stored_bytes / 1e6:.0f} MB stored"
-        )
-    if options.json:
-        kept = [{k: v for k, v in asdict(row).items() if k != "speeds"} for row in rows]
-        document = {**about, "block_bytes": BLOCK_BYTES, "level": options.level, "ways": kept}
-        document["loads"] = [asdict(each) for each in loaded]
-        document["training"] = asdict(size)
-        write_json(options.json, document)
-        print(f"figures: {options.json}", file=sys.stderr)
+    rounds, copies = options.rounds or (2 if options.toy else 5), 1 if options.toy else 8
+    ways = list(sizes(size, phases, versions))
+    loaded = loads(size, versions, copies, rounds) if "late" in phases else []
+    about = machine.description(Path.cwd())
+    publish(options.json, about, ways=ways, loads=loaded, training=asdict(size))
 
 
 if __name__ == "__main__":

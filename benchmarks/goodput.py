@@ -7,8 +7,7 @@
 SIGKILLs hit random ranks at random times, the same for each method: a seeded Poisson process with
 a fixed number of failures. Goodput is the number of useful steps, at the pace of the same
 training undisturbed (measured before and after), over the wall time since the training first
-could start. Repeated steps count once. Above 100 % the machine's pace has changed, and nothing is
-judged.
+could start. Repeated steps count once. Above 1 the machine's pace has changed.
 
 torch-save     rank 0 saves with fsync, all wait; every rank reads the file
 dcp-thread     DCP's `async_save` as in its tutorial; `dcp.load`. The training does not wait for it
@@ -28,26 +27,27 @@ stall that the method reports. If it leads to an interval below `--every`, it is
 there, and the larger figure counts. `ours-torchrun` and `ours-run` have the cost and pace of
 `ours`.
 
-interval  steps a version       back s  from a SIGKILL to the end of the next step, median
-cost ms   wall time a version   lost    steps that were repeated
+every_steps   steps a version        back_seconds  from a SIGKILL to the end of the next step
+cost_seconds  wall time a version    made_steps    with those that were repeated
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from lib import machine, models
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from lib.goodput.methods import RESUMABLE, preload
-from lib.goodput.report import table, verdicts
-from lib.goodput.runs import Bench, Result, everything
+from lib.goodput.runs import ELASTIC, Bench, Result, everything
+from lib.report import publish
 from lib.terminal import parser_of
 
+METHODS = ("torch-save", "dcp-thread", ELASTIC, "ours", "ours-torchrun", "ours-run")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment variables that torch and numpy read when they are imported."""
 
@@ -58,7 +58,6 @@ def arguments() -> argparse.Namespace:
         __doc__, toy="1.5 MB of state, half a minute", place="folder on the disk to use, must exist"
     )
     parser.add_argument("--model", choices=models.NAMES, help="default: linear, toy: toy")
-    parser.add_argument("--batch", type=int, help="samples a rank")
     parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--mtbf", help="mean seconds between failures; default 10,30,60, toy 4")
     parser.add_argument("--failures", type=int, help="failures for each method; default 6, toy 2")
@@ -73,18 +72,15 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     toy = options.toy
     options.model = options.model or ("toy" if toy else "linear")
-    options.batch = options.batch or models.BATCHES[options.model]
     options.mtbf = [float(x) for x in (options.mtbf or ("4" if toy else "10,30,60")).split(",")]
     options.failures = options.failures or (2 if toy else 6)
     options.steps = options.steps or (20 if toy else 40)
     options.rounds = options.rounds or (1 if toy else 3)
-    known = [name for name in RESUMABLE if name != "nothing"]
-    usual = [name for name in known if RESUMABLE[name].usual]
-    here = [name for name in usual if RESUMABLE[name].missing() is None]
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    here = [name for name in METHODS if name != ELASTIC or has_horovod]
     options.methods = options.methods.split(",") if options.methods else here
-    unknown = [name for name in options.methods if name not in known]
-    if unknown:
-        parser.error(f"unknown methods {', '.join(unknown)}; known are {', '.join(known)}")
+    if unknown := [name for name in options.methods if name not in here]:
+        parser.error(f"methods here are {', '.join(here)}, not {', '.join(unknown)}")
     return options
 
 
@@ -93,29 +89,35 @@ def main() -> None:
     if any(os.environ.get(name) != "1" for name in ONE_THREAD):  # ranks are forked from here
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})
     clean_up_when_terminated()
-    preload()
+    preload(options.methods)
+    models.preload(options.model)
+    settings = {key: value for key, value in vars(options).items() if key not in ("json", "dir")}
+    rows: list[dict[str, Any]] = []
     parent = options.dir or machine.scratch_parent()
     with temporary(parent) as folder, temporary(SHARED_MEMORY) as memory:
         about = machine.description(folder)
-        results = []
         for result in everything(Bench(options, folder, memory)):
-            results.append(result)
+            rows.append(row_of(result))
             if options.json:
-                write(options.json, about, options, results)
-    print(f"{options.model}, {options.world} ranks; {about['cpu']}, {about['cores']} cores")
-    print(f"{about['filesystem']}, torch {about['torch']}, load {os.getloadavg()[0]:.1f}\n")
-    print(table(results), "\n")
-    print("\n".join(["the toy is not judged"] if options.toy else verdicts(results)))
+                write_json(options.json, {**about, "settings": settings, "rows": rows})
+    publish(options.json, about, settings=settings, rows=rows)
 
 
-def write(
-    path: Path, about: dict[str, Any], options: argparse.Namespace, results: list[Result]
-) -> None:
-    """Write all figures so far, in seconds. Replaces the file in one step."""
-    rows = [{**asdict(r), "goodput": r.goodput if r.status == "ok" else None} for r in results]
-    settings = {k: v for k, v in vars(options).items() if k not in ("json", "dir")}
-    document = {**about, "settings": settings, "rows": rows}
-    write_json(path, document)
+def row_of(result: Result) -> dict[str, Any]:
+    """A row of the results file, in seconds."""
+    return {**asdict(result), "goodput": result.goodput if result.status == "ok" else None}
+
+
+def preload(methods: list[str]) -> None:
+    """Import what the methods need, so that forks have it."""
+    for name in (
+        "ddp_ckpt",
+        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.checkpoint.state_dict_saver",
+        *(["horovod.torch"] if ELASTIC in methods else []),
+    ):
+        importlib.import_module(name)
 
 
 if __name__ == "__main__":

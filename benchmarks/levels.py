@@ -8,23 +8,21 @@ root each has a network namespace and a cable of 100 Mbit/s each way (`--link-mb
 loopback. Two ranks train on the same cores. Parity goes to memory, since these nodes would share
 one disk.
 
-GB/s           shards of all nodes over the time of one version, while the training is idle
-bare           the same bytes without Tierckpt: an O_DIRECT write over an existing file; a read of
-               one file and a write of a new one without the page cache; a copy to tmpfs; plain
-               sockets, from each node to the next at the same time
-of the bare    bare time over Tierckpt's, median and range of the rounds
-CPU-s/GB       CPU time of all node processes, both with the kernel's network work
-slowdown %     excess time of the training's steps while the level works
-overlap %      as in the OSU micro-benchmarks: 1 - (time of both together - time of computing alone)
-               / time of the level alone, from 0 to 100; computing takes about as long as the level
-bare overlap   overlap of the bare bytes on the cables: the limit, as the training's cores also
+seconds        of a version's work, while the training is idle
+bare_seconds   the same bytes without Tierckpt: an O_DIRECT write over an existing file; a read of
+               one file and a write of a new one without the page cache; plain sockets, from each
+               node to the next at the same time
+of_bare        bare time over Tierckpt's, of each round
+cpu_s          CPU time of all node processes, with the kernel's network work
+slowdown       excess time of the training's steps while the level works, as a share
+overlap        as in the OSU micro-benchmarks: 1 - (time of both together - time of computing alone)
+               / time of the level alone; computing takes about as long as the level
+bare_overlap   overlap of the bare bytes on the cables: the limit, as the training's cores also
                shape the cables and serve the sockets
 
-*All levels on* trains two ranks, each a node and the other's partner; every `--every`-th version
-goes to all levels, and plain steps before and after are the comparison. *local, in place* is a
-local level on tmpfs, where the slot is the shard's file; its bare figure is the copy that this
-saves. Targets: local and persistent at 0.9 of the bare device; 95 % overlap if the cable is the
-limit (six nodes on two cores: `--levels rs --link-mbit 50`); under 5 % slower with all levels on.
+*all_levels* trains two ranks, each a node and the other's partner; every `--every`-th version
+goes to all levels, and plain steps before and after are the comparison. docs/figures.md has the
+targets.
 """
 
 from __future__ import annotations
@@ -38,15 +36,14 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
-import coding
 from lib import machine, models
-from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from lib.levels import report
-from lib.levels.figures import AllLevels, Block, Row, Sample, Work, block_seconds
-from lib.levels.nodes import NodeError, Nodes, Place
-from lib.levels.orders import LEVELS, Level, Orders
+from lib.figures import wall_seconds
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
+from lib.levels.figures import AllLevels, Block, Row, Sample, Work
+from lib.levels.nodes import LEVELS, Level, NodeError, Nodes, Orders, Place
 from lib.methods.method import Method, Setting
 from lib.methods.ours import OursLevels
+from lib.report import publish, table
 from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError, measure_visit
 
@@ -92,9 +89,8 @@ class Bench:
         self._cadence: dict[Level, Cadence] = {}
 
     def _row(self, level: Level) -> Row:
-        linked = level.linked and self.nodes.limited
-        data_bytes = level.nodes * self.nbytes
-        return Row(level.name, level.bare_title, level.nodes, data_bytes, linked, level.target)
+        linked = level.code is not None and self.nodes.limited
+        return Row(level.name, level.nodes, level.nodes * self.nbytes, linked)
 
     def _team(self, method: str, stack: ExitStack) -> Team:
         options, folder = self.options, self.place.disk / method
@@ -104,10 +100,7 @@ class Bench:
             launcher="torchrun",
             world=2,
             model=options.model,
-            batch=models.BATCHES[options.model],
             every=options.every,
-            device="cpu",
-            backend="gloo",
             directory=str(folder),
             memory=str(self.place.memory),
         )
@@ -121,7 +114,7 @@ class Bench:
         """Choose the cadence of each level. Also warms everything up before the rounds."""
         self.team.block(MIN_STEPS, checkpoints=False)
         steps = 2 * MIN_STEPS
-        step_s = block_seconds(self.team.block(steps, checkpoints=False)) / steps
+        step_s = wall_seconds(self.team.block(steps, checkpoints=False)) / steps
         for level in self.rows:
             self.nodes.do(level.orders(self.nodes, 1))
             alone_s = self.nodes.do(level.orders(self.nodes, 1)).span_s
@@ -151,7 +144,7 @@ class Bench:
         before, before_s = self._train(cadence.steps)
         beside, overall_s = self._train_beside(orders, cadence.steps)
         bare_overall_s = None
-        if level.linked:
+        if level.code:
             _, bare_overall_s = self._train_beside(bare_orders, cadence.steps)
         after, after_s = self._train(cadence.steps)
         return Sample(
@@ -160,8 +153,8 @@ class Bench:
             compute_s=mean((before_s, after_s)),
             overall_s=overall_s,
             bare_overall_s=bare_overall_s,
-            plain_s=mean(map(block_seconds, (before, after))),
-            beside_s=block_seconds(beside),
+            plain_s=mean(map(wall_seconds, (before, after))),
+            beside_s=wall_seconds(beside),
             others=max(block["others"] for block in (before, after)),
         )
 
@@ -182,10 +175,6 @@ class Bench:
 
 def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
     """Run everything. No process survives, however it ends."""
-    codes = argparse.Namespace(
-        segment_mb=4 if options.toy else 32, window_kb=1024, rounds=options.rounds
-    )
-    coded = list(coding.measure(codes))
     with ExitStack() as stack:
         say("starting nodes and trainings")
         bench = Bench(options, place, stack)
@@ -196,41 +185,13 @@ def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
         for figures in (*bench.rows.values(), bench.all_levels):
             figures.finish()
         return {
-            "rows": list(bench.rows.values()),
-            "all_levels": bench.all_levels,
-            "coding": coding.judge(coded),
+            "shard_bytes": bench.nbytes,
+            "link_bits_per_second": options.link_mbit * 1_000_000,
             "no_network": bench.nodes.no_network,
             "state_bytes": bench.state_bytes,
+            "levels": [asdict(row) for row in bench.rows.values()],
+            "all_levels": asdict(bench.all_levels),
         }
-
-
-def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str, Any]) -> None:
-    """Print table and targets, write the requested files."""
-    rows, all_levels = found["rows"], found["all_levels"]
-    verdicts = report.judge(rows, all_levels, options.toy, found["no_network"])
-    verdicts += found["coding"]
-    link = f"{options.link_mbit} Mbit/s each way"
-    if not any(row.linked for row in rows):
-        link = found["no_network"] or "as fast as veth is"
-    print(
-        f"\n{about['cpu']}, {about['cores']} cores, {about['filesystem']}; shards of "
-        f"{options.shard_mb} MiB, {options.rounds} rounds; links: {link}\n"
-    )
-    print(report.table(rows), "\n")
-    print(report.all_levels_text(all_levels, found["state_bytes"]), "\n")
-    print(report.targets_text(verdicts))
-    if options.json:
-        document = {
-            **about,
-            "shard_bytes": options.shard_mb << 20,
-            "link_bits_per_second": options.link_mbit * 1_000_000,
-            "state_bytes": found["state_bytes"],
-            "levels": [asdict(row) for row in rows],
-            "all_levels": asdict(all_levels),
-            "targets": [asdict(verdict) for verdict in verdicts],
-        }
-        write_json(options.json, document)
-        say(f"figures: {options.json}")
 
 
 def arguments() -> argparse.Namespace:
@@ -251,7 +212,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, help="steps between versions to all levels")
     parser.add_argument("--steps", type=int, help="steps of a block with them; default 2 versions")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
-    parser.add_argument("--persistent", help="directory or URL; default: on the same disk")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
     options = parser.parse_args()
     options.levels = options.levels.split(",")
@@ -270,13 +230,14 @@ def main() -> None:
     clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
     with temporary(parent) as disk, temporary(SHARED_MEMORY) as memory:
-        place = Place(disk, memory, options.persistent or str(disk / "persistent"))
+        place = Place(disk, memory, str(disk / "persistent"))
         about = machine.description(disk)
         try:
             found = measure(options, place)
         except (TeamError, NodeError) as error:
             sys.exit(f"not measured: {error}")
-        publish(options, about, found)
+        publish(options.json, about, **found)
+        print(f"\nall levels\n{table([found['all_levels']])}")
 
 
 if __name__ == "__main__":

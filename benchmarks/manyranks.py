@@ -38,9 +38,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lib.files import write_json
 from lib.machine import description
-from lib.many_ranks.picture import Figures, plot, table
+from lib.many_ranks.picture import Figures, plot
 from lib.many_ranks.stand_ins import (
     IMAGE_BYTES,
     LOCAL,
@@ -56,6 +55,7 @@ from lib.many_ranks.stand_ins import (
     manifest,
     measure,
 )
+from lib.report import publish
 from lib.terminal import parser_of
 from tierckpt import _process
 from tierckpt.agent.protocol import packets_of
@@ -323,11 +323,8 @@ def main() -> None:
     worlds = TOY_WORLDS if options.toy else map(int, options.worlds.split(","))
     run = measure_world if options.toy else in_a_process
     rows = [run(ranks, options.dir) for ranks in worlds]
-    print("\n".join(table(rows)))
-    if options.json:
-        place = options.dir or Path(tempfile.gettempdir())
-        content = {"run": description(place), "rows": rows}
-        write_json(options.json, content)
+    place = options.dir or Path(tempfile.gettempdir())
+    publish(options.json, description(place), rows=rows)
     if options.plot:
         plot(rows, options.plot)
 

@@ -11,10 +11,7 @@ eight connections, requests signed before, no checksum. `--endpoint` and `--buck
 server (with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), `--clients tierckpt,fsspec` adds the
 backend of other URLs.
 
-GB/s                 state over wall time, median and range
-of the bare          time of the bare client over Tierckpt's, median and range of the rounds
-CPU-s/GB, bare       CPU time of the process, with Tierckpt and with the bare client
-server CPU-s/GB      of the server (`--server-pid`); on loopback it usually is the limit
+seconds   of the work        of_bare   time of the bare client over that, of each round
 """
 
 from __future__ import annotations
@@ -22,18 +19,18 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lib import machine
-from lib.figures import Spread, spread
-from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from lib.report import align
+from lib.figures import spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
+from lib.report import publish
 from lib.s3 import BUCKET, BareClient, Server, toy_server
 from lib.shards import facts_of, make_sound, manifest, shared
 from lib.terminal import parser_of
@@ -53,40 +50,30 @@ MIN_SHARDS = 2
 CLIENTS = ("tierckpt", "fsspec")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Wall time, CPU time of this process and of the server, in seconds."""
-
-    wall_s: float
-    cpu_s: float
-    server_cpu_s: float | None
-
-
 @dataclass
 class Row:
-    """One client and direction with one size; `bare` are the samples of the bare client."""
+    """One client and direction with one size; samples are seconds: its own, and those of the bare
+    client."""
 
     client: str
     direction: str
     data_bytes: int
-    seconds: Spread | None = None
-    of_bare: Spread | None = None
-    cpu_seconds: Spread | None = None
-    bare_cpu_seconds: Spread | None = None
-    server_cpu_seconds: Spread | None = None
-    bare_server_cpu_seconds: Spread | None = None
-    samples: list[tuple[Cost, Cost]] = field(default_factory=list, repr=False)
+    samples: list[tuple[float, float]] = field(default_factory=list)
 
-    def finish(self) -> None:
-        """Compute medians and ranges of the samples."""
-        self.seconds = spread(ours.wall_s for ours, _ in self.samples)
-        self.of_bare = spread(bare.wall_s / ours.wall_s for ours, bare in self.samples)
-        self.cpu_seconds = spread(ours.cpu_s for ours, _ in self.samples)
-        self.bare_cpu_seconds = spread(bare.cpu_s for _, bare in self.samples)
-        if self.samples[0][0].server_cpu_s is not None:
-            self.server_cpu_seconds = spread(ours.server_cpu_s for ours, _ in self.samples)
-            self.bare_server_cpu_seconds = spread(bare.server_cpu_s for _, bare in self.samples)
-        self.samples = []
+    def figures(self) -> dict[str, Any]:
+        """The row of the results file."""
+        return {
+            **{"client": self.client, "direction": self.direction, "data_bytes": self.data_bytes},
+            "seconds": asdict(spread(ours for ours, _ in self.samples)),
+            "of_bare": asdict(spread(bare / ours for ours, bare in self.samples)),
+        }
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Do it, and return its wall time."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 class Bench:
@@ -135,12 +122,12 @@ class Bench:
         for row in self.rows:
             store = self.stores[row.client]
             if row.direction == "flush":
-                ours = self._timed(lambda store=store: self.flush(store))
-                bare = self._timed(lambda: self.bare.put(self.parts))
+                ours = seconds_of(lambda store=store: self.flush(store))
+                bare = seconds_of(lambda: self.bare.put(self.parts))
             else:
-                ours = self._timed(lambda store=store: self.restore(store))
+                ours = seconds_of(lambda store=store: self.restore(store))
                 self.check()
-                bare = self._timed(self._bare_get)
+                bare = seconds_of(self._bare_get)
                 store.retire(facts_of(self.version, self.shards).name)
             row.samples.append((ours, bare))
 
@@ -185,70 +172,22 @@ class Bench:
             low += len(part)
         self.bare.get(parts)
 
-    def _timed(self, work: Callable[[], None]) -> Cost:
-        server = self.server.cpu_seconds()
-        wall, cpu = time.perf_counter(), time.process_time()
-        work()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        after = self.server.cpu_seconds()
-        return Cost(wall, cpu, None if server is None or after is None else after - server)
-
     def close(self) -> None:
         """Close the stores, and remove the bare client's objects."""
         for store in self.stores.values():
             store.close()
 
 
-HEADERS = (
-    "client",
-    "",
-    "MB",
-    "GB/s (min..max)",
-    "of the bare (min..max)",
-    "CPU-s/GB",
-    "bare",
-    "server CPU-s/GB",
-    "bare",
-)
-
-
-def table(rows: list[Row]) -> str:
-    """The table, one line per client, direction and size."""
-    return align([HEADERS, *map(_cells, rows)])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    head = (row.client, row.direction, f"{row.data_bytes / 1e6:.0f}")
-    if row.seconds is None or row.of_bare is None:
-        return (*head, "not measured")
-    s, of = row.seconds, row.of_bare
-    speeds = (row.data_bytes / x / 1e9 for x in (s.median, s.high, s.low))
-    costs = (row.cpu_seconds, row.bare_cpu_seconds)
-    costs += (row.server_cpu_seconds, row.bare_server_cpu_seconds)
-    return (
-        *head,
-        "{:.2f} ({:.2f}..{:.2f})".format(*speeds),
-        f"{of.median:.2f} ({of.low:.2f}..{of.high:.2f})",
-        *(_each_gigabyte(each, row.data_bytes) for each in costs),
-    )
-
-
-def _each_gigabyte(cost: Spread | None, nbytes: int) -> str:
-    return "-" if cost is None else f"{cost.median / nbytes * 1e9:.2f}"
-
-
-def measure(options: argparse.Namespace, server: Server, folder: Path) -> Iterator[Row]:
-    """Measure one size after the other; clients take turns."""
+def measure(options: argparse.Namespace, server: Server, folder: Path) -> Iterator[dict[str, Any]]:
+    """Measure one size after the other; clients take turns. The first round, with its connections,
+    imports and page faults, does not count."""
     for megabytes in options.megabytes:
         with closing(Bench(server, folder, megabytes, options.clients)) as bench:
             for number in range(options.rounds + 1):
                 bench.round()
-                if number == 0:
-                    for row in bench.rows:
-                        row.samples.clear()  # connections, imports, page faults
-            for row in bench.rows:
-                row.finish()
-                yield row
+                for row in bench.rows if number == 0 else ():
+                    row.samples.clear()
+            yield from (row.figures() for row in bench.rows)
 
 
 @contextmanager
@@ -263,7 +202,7 @@ def chosen_server(options: argparse.Namespace, folder: Path) -> Iterator[Server]
         "secret_access_key": os.environ.get("AWS_SECRET_ACCESS_KEY", ""),
         "region": os.environ.get("AWS_REGION", "us-east-1"),
     }
-    yield Server(options.name, options.endpoint, options.bucket, keys, options.server_pid)
+    yield Server("the server of --endpoint", options.endpoint, options.bucket, keys)
 
 
 def arguments() -> argparse.Namespace:
@@ -274,7 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--megabytes",
         type=lambda text: [int(part) for part in text.split(",")],
-        help="sizes of the state; default 200,1000, toy 40",
+        help="sizes of the state; default 200, toy 40",
     )
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
     parser.add_argument(
@@ -285,12 +224,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--endpoint", help="a running server; default: a slow one")
     parser.add_argument("--bucket", default=BUCKET, help="an existing bucket of it")
-    parser.add_argument("--server-pid", type=int, help="its process, for its CPU time")
-    parser.add_argument("--name", default="the server of --endpoint", help="its name")
     options = parser.parse_args()
     if unknown := set(options.clients) - set(CLIENTS):
         parser.error(f"clients are {', '.join(CLIENTS)}, not {', '.join(sorted(unknown))}")
-    options.megabytes = options.megabytes or ([40] if options.toy else [200, 1000])
+    options.megabytes = options.megabytes or ([40] if options.toy else [200])
     options.rounds = options.rounds or (1 if options.toy else 5)
     options.dir = options.dir or SHARED_MEMORY
     return options
@@ -302,15 +239,8 @@ def main() -> None:
     clean_up_when_terminated()
     with temporary(options.dir) as folder, chosen_server(options, folder) as server:
         rows = list(measure(options, server, folder))
-    print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
-    place = f"its data on {about['filesystem']}"
-    print(f"{server.name} over loopback, {place}; shards of up to {MAX_SHARD_MB} MB\n")
-    print(table(rows))
-    if options.json:
-        write_json(
-            options.json, {"machine": about, "server": server.name, "rows": list(map(asdict, rows))}
-        )
+    publish(options.json, about, server=server.name, rows=rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,5 @@
 """Makes the tables of the papers that Tierckpt answers to again, with ours beside theirs.
 
-    python benchmarks/papers.py --list
     python benchmarks/papers.py --toy                        # all, in half a minute
     python benchmarks/papers.py lightcheck --models resnet18,vgg16
     python benchmarks/papers.py --write                      # docs/papers.md from the results
@@ -44,8 +43,9 @@ import sys
 from lib import machine
 from lib.files import clean_up_when_terminated
 from lib.papers import page, results
-from lib.papers.registry import PAPERS
+from lib.papers.page import PAPERS
 from lib.papers.rule import MIN_VISITS
+from lib.report import table
 from lib.terminal import parser_of, say
 from tierckpt.testing import NoNetworkError
 
@@ -63,8 +63,7 @@ def arguments() -> argparse.Namespace:
         place="where checkpoints go; default: a disk",
         results="the results file, instead of the usual one",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="some papers; --list names all")
-    parser.add_argument("--list", action="store_true", help="say what each NAME makes, and end")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(PAPERS)}")
     parser.add_argument("--write", action="store_true", help="write docs/papers.md from results")
     parser.add_argument("--models", help="some of the models, separated by commas")
     parser.add_argument("--methods", help="some of the methods, separated by commas")
@@ -77,8 +76,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="visits to each method; default 3, toy 1")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
     options = parser.parse_args()
-    if not (options.names or options.list or options.write or options.toy):
-        parser.error(f"name a paper ({', '.join(PAPERS)}), or give --list or --write")
+    if not (options.names or options.write or options.toy):
+        parser.error(f"name a paper ({', '.join(PAPERS)}), or give --write")
     for name in options.names:
         if name not in PAPERS:
             parser.error(f"there is no paper {name}: choose from {', '.join(PAPERS)}")
@@ -100,14 +99,14 @@ def _chosen(
     for name in named:
         paper = PAPERS[name]
         chosen = argparse.Namespace(**vars(options))
-        for key, known in paper.choices.items():
+        for key, known in paper.CHOICES.items():
             given = getattr(options, key) if len(named) == 1 else None
-            usual = paper.toy.get(key, known) if options.toy else known
+            usual = paper.TOY.get(key, known) if options.toy else known
             setattr(chosen, key, given.split(",") if given else list(usual))
-            unknown = set(getattr(chosen, key)) - {*known, *paper.toy.get(key, ())}
+            unknown = set(getattr(chosen, key)) - {*known, *paper.TOY.get(key, ())}
             if unknown and key not in NUMBERS:
                 parser.error(f"--{key} {','.join(sorted(unknown))}: choose from {','.join(known)}")
-        if reasons := paper.missing(chosen):
+        if reasons := page.missing(paper, chosen):
             if options.names:
                 parser.error(f"{name} cannot be measured here: {'; '.join(reasons)}")
             say(f"{name} is left out: {'; '.join(reasons)}")
@@ -133,8 +132,8 @@ def make(name: str, options: argparse.Namespace) -> bool:
             say(row["status"])
         measured.append(row)
         if path and (row["status"] == "ok" or options.json):  # a failure replaces no figure
-            results.merge(path, about, [row], paper.key)
-    print(f"\n{name}\n\n{page.terminal(name, measured)}\n")
+            results.merge(path, about, [row], paper.KEY)
+    print(f"\n{name}\n{table(measured)}\n")
     return all(row["status"] == "ok" for row in measured)
 
 
@@ -142,9 +141,6 @@ def main() -> None:
     if any(os.environ.get(name) != "1" for name in ONE_THREAD):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})
     options = arguments()
-    if options.list:
-        print(page.listing())
-        return
     clean_up_when_terminated()
     done = [make(name, chosen) for name, chosen in options.chosen.items()]
     if options.write:

@@ -1,29 +1,26 @@
 """How much does the replica check cost, compared with a version? DDP training, a version per step.
 
     python benchmarks/replicacheck.py --toy
-    python benchmarks/replicacheck.py --model wide --ranks 2
+    python benchmarks/replicacheck.py --json replicacheck.json
 
 Three kinds of blocks take turns in the same processes: steps of a plain twin, steps with
 versions, and steps with versions and the check. CPU time is that of all threads of the process.
 The clocks of the threads that run the check count its own time as well, with less noise from
 other load.
 
-step          CPU time of the plain twin's step, ms, mean of the ranks' medians
-version       excess CPU time of a step with a version
-check         CPU time inside the check by its threads' clocks, less the clocks' cost
-of a version  check / version
-paired        excess CPU time of a step with the check over one without, by the process's
-              clock: noisy
+step_ms      CPU time of the plain twin's step, mean of the ranks' medians
+version_ms   excess CPU time of a step with a version
+check_ms     CPU time inside the check by its threads' clocks, less the clocks' cost
+paired_ms    excess CPU time of a step with the check over one without, by the process's
+             clock: noisy
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -31,8 +28,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
-from lib.files import SHARED_MEMORY, add_row, job_in_memory, rows_of, write_json
+from lib.files import SHARED_MEMORY
 from lib.machine import description
+from lib.ranks import rows_of_ranks
+from lib.report import publish
 from lib.step_models import deep, mlp
 from lib.terminal import parser_of
 from tierckpt.replicas.monitor import ReplicaMonitor
@@ -82,7 +81,6 @@ class Rank:
     """One rank: a plain model, and its twin with a checkpointer."""
 
     def __init__(self, name: str, folder: str) -> None:
-        torch.set_num_threads(1)
         make, width = MODELS[name]
         torch.manual_seed(0)
         self.batch, self.spent = torch.randn(32, width), Spent()
@@ -109,11 +107,8 @@ class Rank:
         return (time.process_time() - cpu) / steps, self.spent.seconds / steps
 
 
-def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
-    """Run one rank; rank 0 prints a line."""
-    logging.basicConfig()  # warnings and errors alone, between the lines of the table
-    meeting = f"file://{folder}/meeting-{name}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+def measure(folder: str, name: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """Run one rank; yields the row of a model."""
     one = Rank(name, folder)
     steps = one.ckpt.config.compared_steps  # all slices, in each block
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
@@ -123,47 +118,27 @@ def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
         for kind in (*KINDS[turn % 3 :], *KINDS[: turn % 3]):
             found[kind].append(one.block(steps, kind))
     plain, versions, checked = (found[kind] for kind in KINDS)
-    version = median(v[0] - p[0] for v, p in zip(versions, plain, strict=True))
-    more = median(c[0] - v[0] for c, v in zip(checked, versions, strict=True))
-    mine = (version, more, median(c[1] for c in checked), median(p[0] for p in plain))
-    everyone: list[Any] = [None] * ranks
+    mine = {
+        "step_ms": median(p[0] for p in plain),
+        "version_ms": median(v[0] - p[0] for v, p in zip(versions, plain, strict=True)),
+        "check_ms": median(c[1] for c in checked),
+        "paired_ms": median(c[0] - v[0] for c, v in zip(checked, versions, strict=True)),
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    version, more, inside, step = (
-        1e3 * sum(column) / ranks for column in zip(*everyone, strict=True)
-    )
-    if rank == 0:
-        row = {"model": name, "ranks": ranks, "step_ms": step, "version_ms": version}
-        add_row(folder, {**row, "check_ms": inside, "paired_ms": more})
-        print(
-            f"{name:>6} {ranks:>5} {step:>9.2f} {version:>9.3f} {inside:>9.4f} "
-            f"{100 * inside / version:>7.2f} % {more:>+9.3f}",
-            flush=True,
-        )
+    yield {"model": name, "ranks": len(everyone)} | {
+        figure: 1e3 * fmean(each[figure] for each in everyone) for figure in mine
+    }
     one.ckpt.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="", help=f"one of {', '.join(MODELS)}; default: all")
-    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    models = [options.model] if options.model else ["small"] if options.toy else [*MODELS]
-    rounds = 2 if options.toy else options.rounds
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, means of the ranks' medians")
-    print(f"of {rounds} rounds, CPU time")
-    print(" model ranks      step   version     check of a version   paired")
-    rows = []
-    for name in models:
-        with job_in_memory() as folder:
-            args = (options.ranks, name, rounds, folder)
-            torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
-            rows += rows_of(folder)
-    if options.json:
-        write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
+    models, rounds = (["small"], 2) if options.toy else (["wide", "deep"], options.rounds)
+    rows = [row for name in models for row in rows_of_ranks(measure, 2, name, rounds)]
+    publish(options.json, description(SHARED_MEMORY), rows=rows)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,22 @@
     python benchmarks/restart.py --json restart.json
     python benchmarks/restart.py --kill 5
     python benchmarks/restart.py --lose 2
-    python benchmarks/restart.py --worlds 2,4 --megabytes 48,192 --nodes 2
 
-A first run leaves a checkpoint for each way and ends like a crash. Then runs restart, one way
-after the other, round by round, with new processes and another seed of the model. The last round
-is not timed: it compares model and optimizer bit for bit, and samples memory. `--ways` selects:
+Two ranks train, take a checkpoint and are killed; then new processes restart from it, again and
+again. Their losses must equal those of an undisturbed job bit for bit. Linear layers with Adam;
+`--ways` selects:
 
 ours-memory       processes were lost: slots are mapped
 ours-local        the memory of all nodes was lost: shards are mapped from disk
 ours-peer         and the last node's disk: `partner`, lost shards are rebuilt
 ours-persistent   all nodes were lost: shards are fetched and broadcast
-torch-load        rank 0 loads, every tensor is broadcast
-dcp, torchsnapshot, torch-checkpointing: every rank loads
+torch-load        rank 0 loads and broadcasts
+dcp               every rank loads
 nothing           start afresh: the cost of any restart
 
-cache      cold: files not in the page cache, as after a reboot; warm: as after a crash of processes
-total s    from the start of the processes to the end of the first step, slowest rank, median
-restore s  its part from when all ranks are ready (libraries, model) until the state is restored
-read       bytes that ranks read from a level, as Tierckpt counts them, as a multiple of the state
-storage    bytes that the kernel fetched from the device (/proc/self/io), likewise
-sent       bytes that ranks received from each other, likewise
-peak MB    peak memory of a rank, with the restored state, without mapped files and slots
+cache     cold: files not in the page cache, as after a reboot
+total     from the start of the processes to the end of the first step
+restore   its part from when all ranks have made their models until the state is restored
 
 `--kill N`: rank 1 kills itself N times in a job under torchrun, and under `tierckpt run`, with a
 version to memory at every step. *total* runs from a SIGKILL to the end of the next step on rank
@@ -43,176 +38,229 @@ and `tierckpt run --standby`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lib import machine
-from lib.figures import spread
-from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from lib.report import align
-from lib.restart import kills, lost_nodes
-from lib.restart.methods import WAYS
-from lib.restart.runs import Bench, Row
-from lib.terminal import parser_of
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, evict, temporary
+from lib.jobs.nodes import Names
+from lib.jobs.plan import Plan, Start, kills_of, starts_of
+from lib.jobs.processes import HERE, SHIM, JobError, Processes, horovodrun, torchrun
+from lib.jobs.restarts import restarted
+from lib.methods.resumable import RESUMABLE
+from lib.models import OF_BYTES
+from lib.report import publish
+from lib.terminal import parser_of, say
+from tierckpt.testing import free_ports
 
-HEADERS = ("way", "cache", "total s", "restore s (min..max)", "read", "storage", "sent", "peak MB")
+WORLD, EVERY, EACH = 2, 2, 6
+"""Ranks; steps between the checkpoints of the ways; steps of a start before a kill."""
+LIMIT_SECONDS = 600.0
+WAYS = {
+    "nothing": "nothing",
+    "ours-memory": "ours-memory",
+    "ours-local": "ours-local",
+    "ours-peer": "ours-peer",
+    "ours-persistent": "ours-persistent",
+    "torch-load": "torch-load",
+    "dcp": "dcp-thread",
+}
+"""The methods of the ways."""
+TORCHRUN, RUN, ELASTIC, INPROCESS = "torchrun", "tierckpt run", "hvd.elastic", "NVRx in-process"
+PACKAGES = {TORCHRUN: "torch", RUN: "torch", ELASTIC: "horovod", INPROCESS: "nvidia_resiliency_ext"}
+NODES: dict[str, tuple[bool, tuple[str, ...]]] = {
+    "torchrun": (False, ()),
+    "torchrun, 3 s": (
+        False,
+        ("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=3"),
+    ),
+    "tierckpt run --standby": (True, ()),
+}
+"""Launchers of nodes: whether they are `tierckpt run`, and torchrun's settings. A spare agent is
+let in when the lost one has sent no sign of life for 15 s, or for 3."""
 
 
-def table(rows: list[Row]) -> str:
-    """The table, one line per way."""
-    return align([HEADERS, *map(_cells, rows)])
+@dataclass
+class Row:
+    """One way to restart, for one size. Seconds."""
+
+    way: str
+    title: str
+    cache: str
+    world: int
+    state_bytes: int
+    status: str = "ok"
+    total: Spread | None = None
+    restore: Spread | None = None
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    if row.total is None or row.restore is None:
-        return (row.title, row.status if row.status != "ok" else "not measured")
-    restore = row.restore
+def restarts(way: str, plan: Plan) -> Row:
+    """Restart a job in one way."""
+    cache = "-" if way in ("nothing", "ours-memory") else "cold"
+    size = int(plan.model.removeprefix(OF_BYTES))
+    row = Row(way, RESUMABLE[plan.method].title, cache, plan.world, size)
 
-    def times(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f} x"
+    def lose(job: Processes) -> None:
+        if way != "ours-memory":
+            job.lose_memory()
+        nodes = sorted(Path(plan.folder).glob("node*"))
+        for node in {"ours-peer": nodes[-1:], "ours-persistent": nodes}.get(way, []):
+            shutil.rmtree(node)
+        evict(Path(plan.folder))
 
-    return (
-        row.title,
-        row.cache,
-        f"{row.total.median:.2f}",
-        f"{restore.median:.3f} ({restore.low:.3f}..{restore.high:.3f})",
-        times(row.read),
-        times(row.storage),
-        times(row.exchanged),
-        f"{row.peak_bytes / 1e6:.0f}",
-    )
+    try:
+        starts, losses = restarted(plan, LIMIT_SECONDS, lose)
+        if way != "nothing":
+            if losses["losses_differing"]:
+                raise JobError("the restored state differs from the saved one")
+            if [start.resumed_from for start in starts] != list(plan.killed_at):
+                raise JobError(f"other versions were restored: {starts}")
+    except JobError as error:
+        say(str(error))
+        row.status = str(error).splitlines()[-1][:200]
+        return row
+    row.total = spread(start.back_seconds for start in starts)
+    row.restore = spread(start.load_seconds for start in starts)
+    return row
 
 
-def verdicts(bench: Bench) -> Iterator[str]:
-    """The targets, judged for one size and number of ranks."""
-    of = {(row.way, row.cache): row for row in bench.rows if row.restore is not None}
-    memory = of.get(("ours-memory", "-"))
-    peers = [r for (way, _), r in of.items() if not WAYS[way].ours and way != "nothing"]
-    if memory is not None and memory.restore is not None and peers:
-        best = min(peers, key=lambda r: r.restore.median if r.restore else 0.0)
-        assert best.restore is not None
-        mine, theirs = memory.restore.median, best.restore.median
-        yield (
-            f"{'met' if mine < theirs else 'MISSED'}: restart from memory faster than any other: "
-            f"{mine:.3f} s, {best.title} ({best.cache}) {theirs:.3f} s"
+def kills(launcher: str, plan: Plan) -> list[Start]:
+    """The starts of a job in which rank 1 kills itself."""
+    with closing(Processes(plan)) as job:
+        rank = job.rank
+        if launcher == ELASTIC:
+            script = [sys.executable, str(HERE / "elastic.py"), plan.to_json()]
+            job.start([*horovodrun(plan.world, plan.folder), *script])
+        elif launcher == INPROCESS:
+            # One reserve rank for each kill. No launcher: it would end the survivors.
+            size, port = plan.world + len(plan.killed_at), free_ports(1)[0]
+            place = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            for each in range(size):
+                script = [sys.executable, str(HERE / "inprocess.py"), plan.to_json()]
+                job.start(script, **place, RANK=each)
+        else:
+            job.start([*torchrun(plan.world, SHIM if launcher == RUN else ()), *rank])
+        if job.all[0].wait(LIMIT_SECONDS):
+            raise JobError(job.last_words())
+        return starts_of(plan, kills_of(plan))
+
+
+def losses(launcher: str, plan: Plan) -> list[Start]:
+    """The starts of a job that loses its second node again and again."""
+    shims, settings = NODES[launcher]
+    since = []
+    with closing(Names(plan, LIMIT_SECONDS, shims, settings)) as nodes:
+        nodes.start_all()
+        nodes.wait_for_a_step(after=0.0)  # or a spare takes a rank at once
+        for number, step in enumerate(plan.held_at):
+            nodes.add_spare()  # one at a time: with two torchrun started again and again
+            since.append(nodes.lose(rank=1, step=step, spare=plan.world + number))
+            nodes.wait_for_a_step(since[-1])
+        return starts_of(plan, since)
+
+
+def failures(options: argparse.Namespace, launcher: str, size: int, job: str) -> dict[str, Any]:
+    """A row of `--kill` or `--lose`: the restarts of one job. The first one does not count: the
+    machine's caches are cold, and the shim has learned no imports."""
+    count = (options.kill or options.lose) + 1
+    steps = tuple(EACH * number for number in range(1, count + 1))
+    what = {"killed_at": steps, "victims": (1,)} if options.kill else {"held_at": steps}
+    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+        plan = Plan(
+            f"{OF_BYTES}{size}",
+            "ours-memory" if options.kill else "ours-nodes",
+            WORLD,
+            EACH * (count + 1),
+            1,
+            str(folder / job),
+            str(memory / job),
+            **what,
         )
-    for (way, _), row in of.items():
-        if WAYS[way].ours and row.storage is not None and way != "ours-memory":
-            yield (
-                f"{'met' if row.storage <= 1.05 else 'MISSED'}: {row.title}: each byte read "
-                f"from storage once: {row.storage:.2f} x the state, with headers and manifests"
-            )
-    local = of.get(("ours-local", "cold"))
-    if local is not None and bench.bare:
-        seconds = local.phases["verify"].median + local.phases["load"].median
-        rate, bare = bench.state_bytes / seconds, spread(iter(bench.bare)).median
-        yield (
-            f"{'met' if rate >= 0.8 * bare else 'MISSED'}: cold restore at 0.8 of the device: "
-            f"{rate / bare:.2f} ({rate / 1e9:.2f} of {bare / 1e9:.2f} GB/s; reading and verifying "
-            f"alone {bench.state_bytes / local.phases['verify'].median / 1e9:.2f})"
-        )
-
-
-def measure(options: argparse.Namespace, folder: Path, memory: Path) -> Bench:
-    """Measure all ways for one size and number of ranks, by turns."""
-    bench = Bench(options, folder, memory)
-    bench.leave()
-    for number in range(options.rounds + (not options.toy)):
-        timed = number < options.rounds
-        for row in bench.rows:
-            if row.status == "ok":
-                bench.restart(row, timed, checked=options.toy or not timed)
-        bench.measure_bare()
-    bench.finish()
-    return bench
+        starts = (kills if options.kill else losses)(launcher, plan)[1:]
+    return {
+        "launcher": launcher,
+        "world": WORLD,
+        "state_bytes": size,
+        "total": asdict(spread(start.back_seconds for start in starts)),
+        "parts": {
+            name: asdict(spread(start.parts[name] for start in starts)) for name in starts[0].parts
+        },
+    }
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(
-        __doc__, toy="12 MB, two ranks, one round", place="where checkpoints go; default: a disk"
+        __doc__, toy="12 MB, one round", place="where checkpoints go; default: a disk"
     )
     parser.add_argument("--megabytes", help="sizes of the state; default 48,192, toy 12")
-    parser.add_argument("--worlds", default="2", help="numbers of ranks; default 2")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes for these ranks; default 1")
-    parser.add_argument("--rounds", type=int, help="rounds; default 5, toy 1")
-    parser.add_argument("--ways", help=f"some of {','.join(WAYS)}; toy: without the last three")
+    parser.add_argument("--rounds", type=int, help="restarts of each way; default 5, toy 1")
+    parser.add_argument("--ways", help=f"some of {','.join(WAYS)}")
     text = "measure only the time from a SIGKILL to the next finished step, N times each"
     parser.add_argument("--kill", type=int, default=0, metavar="N", help=text)
     text = "measure only the time from the loss of a node to the next finished step, N times each"
     parser.add_argument("--lose", type=int, default=0, metavar="N", help=text)
-    text = "for --kill and --lose: some of the launchers; default: those that are installed"
+    text = "for --kill and --lose: some of the launchers, separated by semicolons"
     parser.add_argument("--launchers", help=text)
     options = parser.parse_args()
-    few = list(WAYS)[:-3]
-    options.ways = options.ways.split(",") if options.ways else few if options.toy else list(WAYS)
-    options.megabytes = options.megabytes or ("12" if options.toy else "48,192")
+    sizes = options.megabytes or ("12" if options.toy else "48,192")
+    options.sizes = [int(each) << 20 for each in sizes.split(",")]
+    few = ["ours-memory", "ours-peer", "ours-persistent", "dcp"]
+    usual = few if options.toy else [*WAYS]
+    options.ways = options.ways.split(",") if options.ways else usual
     options.rounds = options.rounds or (1 if options.toy else 5)
     options.dir = options.dir or machine.scratch_parent()
-    known = lost_nodes.LAUNCHERS if options.lose else kills.LAUNCHERS
-    here = [name for name in known if kills.missing(name) is None]
-    options.launchers = options.launchers.split(";") if options.launchers else here
-    if not set(options.launchers) <= set(known):
-        parser.error(f"--launchers: choose from {';'.join(known)}")
-    unknown = set(options.ways) - WAYS.keys()
-    if unknown:
-        parser.error(f"--ways {','.join(sorted(unknown))}: choose from {','.join(WAYS)}")
+    here = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
+    known: Sequence[str] = [*NODES] if options.lose else here
+    options.launchers = options.launchers.split(";") if options.launchers else known
+    for chosen, of in ((options.launchers, known), (options.ways, WAYS)):
+        if unknown := set(chosen) - {*of}:
+            parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(of)}")
     return options
-
-
-def measure_kills(options: argparse.Namespace, about: dict[str, Any]) -> None:
-    """Measure the time from a failure to the next step, for all sizes and launchers."""
-    document: dict[str, Any] = {**about, "kills": []}
-    what = "SIGKILL of a rank" if options.kill else "loss of a node"
-    for world in map(int, options.worlds.split(",")):
-        for megabytes in map(int, options.megabytes.split(",")):
-            rows = []
-            for launcher in options.launchers:
-                with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-                    places = (folder / "job", memory / "job")
-                    size = megabytes << 20
-                    if options.kill:
-                        row = kills.measure(launcher, world, size, options.kill, places)
-                    else:
-                        row = lost_nodes.measure(launcher, size, options.lose, places)
-                rows.append(row)
-            print(f"{world} rank(s), {megabytes} MiB of state, {what} to the next step\n")
-            print(kills.table(rows), "", sep="\n", flush=True)
-            document["kills"] += map(asdict, rows)
-            if options.json:
-                write_json(options.json, document)
 
 
 def main() -> None:
     options = arguments()
     clean_up_when_terminated()
+    os.environ["OMP_NUM_THREADS"] = "1"
     about = machine.description(options.dir)
-    print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
     if options.kill or options.lose:
-        measure_kills(options, about)
+        rows = [
+            failures(options, launcher, size, "job")
+            for size in options.sizes
+            for launcher in options.launchers
+        ]
+        publish(options.json, about, kills=rows)
         return
-    print(f"files on {about['filesystem']}; read, storage, sent: sums over ranks, x state\n")
-    document: dict[str, Any] = {**about, "cases": []}
-    cases = [(w, m) for w in options.worlds.split(",") for m in options.megabytes.split(",")]
-    for world, megabytes in cases:
-        case = argparse.Namespace(**{**vars(options), "world": int(world)})
-        case.megabytes = int(megabytes)
-        with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-            bench = measure(case, folder, memory)
-        lines = list(verdicts(bench))
-        size = f"{bench.state_bytes / 1e6:.0f} MB of state"
-        print(f"{world} rank(s) on {case.nodes} node(s), {size}\n")
-        print(table(bench.rows), *lines, "", sep="\n", flush=True)
-        rows = [asdict(row) for row in bench.rows]
-        document["cases"].append({"rows": rows, "bare": bench.bare, "targets": lines})
-        if options.json:
-            write_json(options.json, document)
-    if options.json:
-        print(f"figures: {options.json}", file=sys.stderr)
+    cases = []
+    for size in options.sizes:
+        rows = []
+        for way in options.ways:
+            say(f"{size >> 20} MiB: {way}")
+            killed_at = tuple(EVERY * number for number in range(1, options.rounds + 1))
+            with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+                plan = Plan(
+                    f"{OF_BYTES}{size}",
+                    WAYS[way],
+                    WORLD,
+                    killed_at[-1] + EVERY,
+                    EVERY,
+                    str(folder / "job"),
+                    str(memory / "job"),
+                    killed_at=killed_at if way != "nothing" else (EVERY,) * options.rounds,
+                    drains=True,
+                )
+                rows.append(asdict(restarts(way, plan)))
+        cases.append({"rows": rows})
+    publish(options.json, about, cases=cases, rows=[row for case in cases for row in case["rows"]])
 
 
 if __name__ == "__main__":

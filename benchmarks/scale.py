@@ -9,17 +9,15 @@ docs/simulate.md explains the model. Nothing is measured here, except the CPU ti
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
 from lib import machine
-from lib.files import write_json
-from lib.report import align
+from lib.report import publish
 from lib.scale import checks, measured, studies
-from lib.scale.jobs import MEASURED, RANKS, WAYS
+from lib.scale.jobs import MEASURED, RANKS
 from lib.scale.picture import plot
-from lib.scale.steps import BALLOTS, STEP_WAYS, steps
+from lib.scale.steps import BALLOTS, steps
 from lib.terminal import parser_of, say
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -41,7 +39,6 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     document: dict[str, Any] = {
-        **machine.description(Path.cwd()),
         "simulated": True,
         "costs_from": MEASURED.name,
         "ballots_from": BALLOTS.name,
@@ -57,11 +54,8 @@ def main() -> None:
         ("measured", _measured_rows()),
     ):
         document[name] = list(study)
-        if options.json:
-            write_json(options.json, document)
-    print("\nAll of this is SIMULATED.")
-    for text in tables(document):
-        print(f"\n{text}")
+    print("All of this is SIMULATED.")
+    publish(options.json, machine.description(Path.cwd()), **document)
     if options.plot:
         say(plot(options.plot, document))
 
@@ -83,81 +77,6 @@ def _measured_rows() -> list[dict[str, Any]]:
         for path in sorted(RESULTS.glob("*goodput*.json"))
         for row in measured.rows(path)
     ]
-
-
-def tables(document: dict[str, Any]) -> list[str]:
-    """All tables, each with a title."""
-    return [
-        *(_goodput_table(document["goodput"], factor) for factor in (1.0, 10.0)),
-        _redundancy_table(document["redundancy"]),
-        _storm_table(document["storm"]),
-        _steps_table(document["steps"]),
-        _checks_table(document),
-    ]
-
-
-def _goodput_table(rows: list[dict[str, Any]], factor: float) -> str:
-    rows = [row for row in rows if row["rate_factor"] == factor]
-    lines: list[tuple[str, ...]] = [("ranks", "failures a day", *WAYS)]
-    for ranks in dict.fromkeys(row["ranks"] for row in rows):
-        own = [row for row in rows if row["ranks"] == ranks]
-        cells = (f"{100 * r['goodput']:.2f} ± {100 * r['goodput_error']:.2f} %" for r in own)
-        lines.append((f"{ranks:,}", f"{own[-1]['failures_per_day']:.3g}", *cells))
-    return f"goodput, failures x {factor:g}\n{align(lines)}"
-
-
-def _redundancy_table(rows: list[dict[str, Any]]) -> str:
-    lines: list[tuple[str, ...]] = [
-        ("scheme", "losses in ten years", "chance of one", "accelerated: formula", "simulated")
-    ]
-    for row in rows:
-        fast = row["accelerated"]
-        cells = (f"{row['losses_in_ten_years']:.2g}", f"{row['probability_of_one']:.2g}")
-        lines.append((row["scheme"], *cells, f"{fast['formula']:.3g}", str(fast["simulated"])))
-    return f"losses beyond the redundancy, {rows[0]['ranks']:,} ranks\n{align(lines)}"
-
-
-def _storm_table(rows: list[dict[str, Any]]) -> str:
-    titles = {
-        "each_ranks": "each rank reads",
-        "each_nodes": "each node reads",
-        "each_shards": "read once",
-        "peer": "peer",
-        "local": "local",
-        "memory": "memory",
-    }
-    lines: list[tuple[str, ...]] = [("ranks", *titles.values())]
-    for row in rows:
-        lines.append((f"{row['ranks']:,}", *(f"{row[name]:.3g} s" for name in titles)))
-    return f"until all ranks have the state again\n{align(lines)}"
-
-
-def _steps_table(rows: list[dict[str, Any]]) -> str:
-    lines: list[tuple[str, ...]] = [
-        ("ranks", *(f"{way}, ms" for way in STEP_WAYS.values()), *STEP_WAYS.values())
-    ]
-    for row in rows:
-        times = (f"{1e3 * row[f'{name}_seconds']:.2f}" for name in STEP_WAYS)
-        packets = (f"{row[f'{name}_packets']:.0f}" for name in STEP_WAYS)
-        lines.append((f"{row['ranks']:,}", *times, *packets))
-    return f"a ballot; and packets of the busiest node, calculated\n{align(lines)}"
-
-
-def _checks_table(document: dict[str, Any]) -> str:
-    points = document["lightcheck"]
-    off = [100 * abs(p["simulated_hours"] / p["published_hours"] - 1) for p in points]
-    near = [abs(row["points"]) for row in document["measured"]]
-    bias = math.fsum(row["points"] for row in document["measured"]) / len(near)
-    lines = [
-        f"LightCheck 5a and 5b: {len(points)} points, the farthest is off by {max(off):.2f} %",
-        f"goodput.py: {sum(n <= 3 for n in near)} of {len(near)} rows within 3 points, the "
-        f"farthest {max(near):.1f}, on average {bias:+.1f}",
-    ]
-    for row in document["others"]:
-        error = "" if row["error"] is None else f" ± {row['error']:.3g}"
-        text = f"{row['figure']}: published {row['published']:g}, "
-        lines.append(f"{text}simulated {row['simulated']:.4g}{error}")
-    return "checks\n" + "\n".join(lines)
 
 
 if __name__ == "__main__":

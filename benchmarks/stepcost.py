@@ -12,15 +12,17 @@ version's bytes cost: between further steps of the twin the training thread copi
 block by block, into shared memory, and hashes them. `--sleep` waits that many seconds in each step,
 as for a GPU: then a core is idle. With `--device cuda` all ranks share one GPU, each step ends with
 the GPU's work done, and *bare* is the hash of the bytes alone, as a GPU copies them by DMA.
+
+step_ms     a step of the plain twin, median        slower_ms     with a version: median, quartiles
+cpu_ms      CPU time that a version adds            main_cpu_ms   of it that of the training thread
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import mmap
-import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -33,22 +35,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
-from lib.files import SHARED_MEMORY, add_row, job_in_memory, rows_of, write_json
+from lib.files import SHARED_MEMORY
 from lib.machine import description
+from lib.ranks import rows_of_ranks
+from lib.report import publish
 from lib.step_models import cnn, deep, mlp
 from lib.terminal import parser_of
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.snapshot import copy_engine
 
-ALLOWED_RATIO, ALLOWED_MS = 1.25, 0.5
-"""Target: the CPU time of a version is at most this many times the bare one, and so much more."""
-
-
 MODELS = {
     "cnn": (cnn, (64, 1, 8, 8)),
     "mlp": (mlp, (64, 256)),
     "deep": (deep, (64, 64)),
-    "wide": (lambda: mlp(3, 2048), (256, 2048)),
 }
 
 
@@ -92,7 +91,6 @@ class Rank:
     """One rank: a plain model, and its twin with a checkpointer."""
 
     def __init__(self, name: str, folder: str, sleep_seconds: float, device: str) -> None:
-        torch.set_num_threads(1)
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         make, shape = MODELS[name]
         torch.manual_seed(0)
@@ -151,14 +149,9 @@ class Rank:
 
 
 def measure(
-    rank: int, options: argparse.Namespace, name: str, rounds: int, steps: int, folder: str
-) -> None:
-    """Run one rank; rank 0 prints a line."""
-    logging.basicConfig()  # warnings and errors alone, between the lines of the table
-    meeting = f"file://{folder}/meeting-{name}"
-    # NCCL refuses ranks that share a GPU.
-    backend = "nccl" if options.device == "cuda" and options.ranks == 1 else "gloo"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=options.ranks)
+    folder: str, options: argparse.Namespace, name: str, rounds: int, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Run one rank; yields the row of a model."""
     one = Rank(name, folder, options.sleep, options.device)
     for versions in (False, True):
         one.block(max(steps, 4), versions)
@@ -168,13 +161,8 @@ def measure(
         for versions in (False, True) if turn % 2 else (True, False):
             found[versions].append(one.block(steps, versions))
         bare.append(one.bare_ms(steps))
-    if rank == 0:
-        row = _row(name, one.nbytes, found[False], found[True], median(bare))
-        add_row(folder, row)
-        print(_line(row), flush=True)
+    yield _row(name, one.nbytes, found[False], found[True], median(bare))
     one.ckpt.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _row(
@@ -194,17 +182,6 @@ def _row(
     }
 
 
-def _line(row: dict[str, Any]) -> str:
-    step, cpu, bare = row["step_ms"], row["cpu_ms"], row["bare_ms"]
-    wall, low, high = row["slower_ms"].values()
-    kept = "yes" if cpu <= ALLOWED_RATIO * bare + ALLOWED_MS else "no"
-    return (
-        f"{row['model']:>5} {row['rank_bytes'] / 1e6:>6.1f} {step:>8.2f} {wall:>+8.2f} "
-        f"({low:+.2f} to {high:+.2f}) {100 * wall / step:>6.1f} % {cpu:>8.2f} "
-        f"{row['main_cpu_ms']:>8.2f} {bare:>8.2f} {cpu / bare:>6.1f} {kept:>4}"
-    )
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
@@ -216,23 +193,18 @@ def main() -> None:
     options = parser.parse_args()
     models = ["cnn"] if options.toy else options.models.split(",")
     rounds, steps = (2, 4) if options.toy else (options.rounds, options.steps)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     engine = "the copy engine" if copy_engine.find() is not None else "torch"
-    gpu = f", {torch.cuda.get_device_name()}" if options.device == "cuda" else ""
-    print(f"{os.cpu_count()} cores{gpu}, torch {torch.__version__}; copies by {engine}; ms a step,")
-    allowed = f"{ALLOWED_RATIO} bare + {ALLOWED_MS} ms"
-    print(f"medians of {rounds} rounds, rank 0; target: CPU <= {allowed}")
-    print(
-        "model     MB     step   slower (quartiles)             CPU +   main +     bare  times  met"
-    )
-    rows = []
-    for name in models:
-        with job_in_memory() as folder:
-            args = (options, name, rounds, steps, folder)
-            torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
-            rows += rows_of(folder)
-    if options.json:
-        write_json(options.json, {"run": description(SHARED_MEMORY), "rows": rows})
+    print(f"copies by {engine}")
+    # NCCL refuses ranks that share a GPU.
+    backend = "nccl" if options.device == "cuda" and options.ranks == 1 else "gloo"
+    rows = [
+        row
+        for name in models
+        for row in rows_of_ranks(
+            *(measure, options.ranks, options, name, rounds, steps), backend=backend
+        )
+    ]
+    publish(options.json, description(SHARED_MEMORY), rows=rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import floor, sqrt
 from statistics import median
 from typing import Any
@@ -40,33 +39,27 @@ class Row:
     """The figures of one method; all None if it did not run.
 
     call, wait, durable: seconds of one checkpoint, the slowest rank's, over all checkpoints.
-    cpu, direct_cpu, slowdown: seconds a checkpoint, over rounds.
-    cycle_slowdown: the slowdown of single checkpoints, over all of them.
-    step: seconds a plain step, over rounds.
-    extra: bytes over the plain training's peak, all processes, by Rss, Pss and Gpu.
-    write: bytes a second of the durable write alone, over checkpoints.
-    taken, due: checkpoints that were finished, and that were asked for, in all visits.
-    others: cores that other processes took, over all visits.
-    quiet: visits that the other figures are from, or 0 if too few were quiet and all were used.
+    cpu, slowdown: seconds a checkpoint, over visits. step: seconds a plain step, over visits.
+    write: bytes a second of the durable write alone, over checkpoints. phases: seconds of the
+    parts of a checkpoint that the method reports. extra: bytes over the plain training's peak,
+    all processes. taken, due: checkpoints that were finished, and that were asked for, in all
+    visits. others: cores that other processes took. quiet: visits that the other figures are
+    from, or 0 if too few were quiet and all were used.
     """
 
     name: str
     title: str
     fsync: str
     status: str = "ok"
-    peer: bool = False
-    slots: int = 0
     call: Spread | None = None
     wait: Spread | None = None
     durable: Spread | None = None
     cpu: Spread | None = None
-    direct_cpu: Spread | None = None
     slowdown: Spread | None = None
-    cycle_slowdown: Spread | None = None
     step: Spread | None = None
     write: Spread | None = None
+    phases: dict[str, Spread | None] = field(default_factory=dict)
     extra: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, Spread] = field(default_factory=dict)
     taken: int = 0
     due: int = 0
     others: Spread | None = None
@@ -84,7 +77,7 @@ def spread(samples: Iterable[float]) -> Spread | None:
     return Spread(median(values), values[0], values[-1], count, sure)
 
 
-def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]], every: int) -> None:
+def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]]) -> None:
     """Compute all figures of `row` from its memory blocks and its visits."""
     everything = [merged for visit in visits for merged in merge(visit["checkpoints"])]
     row.due, row.taken = len(everything), sum("durable" in each for each in everything)
@@ -98,18 +91,11 @@ def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]], every: 
     row.wait = spread(each["wait"] for each in checkpoints)
     row.durable = spread(each["durable"] for each in finished)
     row.write = spread(each["write"] for each in finished if "write" in each)
-    names = {name for each in finished for name in each["phases"]}
-    for name in sorted(names):
-        found = spread(each["phases"][name] for each in finished if name in each["phases"])
-        if found:
-            row.phases[name] = found
-    row.step = spread(plain_step(visit, _wall) for visit in visits)
-    row.slowdown = spread(extra_per_checkpoint(visit, _wall, 0) for visit in visits)
-    row.cycle_slowdown = spread(extra for visit in visits for extra in extra_cycles(visit, every))
+    for name in sorted({name for each in finished for name in each["phases"]}):
+        row.phases[name] = spread(e["phases"][name] for e in finished if name in e["phases"])
+    row.step = spread(plain_step(visit, wall_seconds) for visit in visits)
+    row.slowdown = spread(extra_per_checkpoint(visit, wall_seconds, 0) for visit in visits)
     row.cpu = spread(extra_per_checkpoint(visit, _cpu, UNTIMED_STEPS) for visit in visits)
-    row.direct_cpu = spread(
-        extra_per_checkpoint(visit, _direct_cpu, UNTIMED_STEPS) for visit in visits
-    )
     row.extra = {key: memory["checkpoints"][key] - memory["plain"][key] for key in memory["plain"]}
 
 
@@ -138,25 +124,6 @@ def extra_per_checkpoint(visit: dict[str, Any], measure: Measure, untimed: int) 
     return extra / max(taken or len(calls), 1)
 
 
-def extra_cycles(visit: dict[str, Any], every: int) -> list[float]:
-    """Excess time of each cycle with a checkpoint over the median plain cycle of the visit.
-
-    A burst of other load spoils a few of many cycles, and hardly moves their median; it spoils the
-    whole visit for `extra_per_checkpoint`.
-    """
-    plain = cycles(visit["before"], every) + cycles(visit["after"], every)
-    if not plain:  # blocks of fewer steps than a cycle
-        return []
-    return [cycle - median(plain) for cycle in cycles(visit["checkpoints"], every)]
-
-
-def cycles(block: dict[str, Any], every: int) -> list[float]:
-    """Wall seconds of each full `every` steps, from a boundary that may be due to the next."""
-    rank = block["ranks"][0]
-    marks = [rank["start"], *rank["ends"][every - 1 :: every]]
-    return [end - start for start, end in pairwise(marks)]
-
-
 def direct_cpu_share(visit: dict[str, Any]) -> float:
     """CPU seconds of a checkpoint as a share of those of a plain step.
 
@@ -172,7 +139,8 @@ def step_cpu(visit: dict[str, Any]) -> float:
     return plain_step(visit, _cpu, UNTIMED_STEPS) / len(visit["before"]["ranks"])
 
 
-def _wall(block: dict[str, Any]) -> float:
+def wall_seconds(block: dict[str, Any]) -> float:
+    """Wall time of a block's timed steps, over all ranks."""
     ranks = block["ranks"]
     return float(max(rank["ends"][-1] for rank in ranks) - min(rank["start"] for rank in ranks))
 

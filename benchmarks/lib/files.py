@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROWS = "rows.jsonl"
 SHARED_MEMORY = Path(os.environ.get("TIERCKPT_SHM_DIR", "/dev/shm"))
 """Where jobs have their memory: as everywhere, the setting `shm_dir` names another place."""
 
@@ -43,17 +42,6 @@ def clean_up_when_terminated() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
-def add_row(folder: str, row: dict[str, Any]) -> None:
-    """Add a row of results; for the one rank that has them, as `rows_of` reads them elsewhere."""
-    with open(Path(folder, ROWS), "a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def rows_of(folder: str) -> list[dict[str, Any]]:
-    """The rows that `add_row` has left."""
-    return [json.loads(line) for line in Path(folder, ROWS).read_text().splitlines()]
-
-
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
     """Replace the file in one step: a reader always finds a complete one."""
     part = path.with_name(f".{path.name}.part")
@@ -62,3 +50,12 @@ def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> 
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def evict(folder: Path) -> None:
+    """Drop all files in `folder` from the page cache, as a reboot does."""
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        fd = os.open(path, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)

@@ -1,11 +1,12 @@
-"""Models with a state of known size and a step of realistic length.
+"""Models with a state of known size and a step of realistic length, on random data.
 
-They are written here so that a benchmark needs torch alone: no torchvision, download or data set.
-Every model computes its own loss from a random batch that stays on the device.
+Those of stall.py and its like are written here, and need torch alone: no torchvision, download or
+data set. `lib.papers.models` has those of the papers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,23 +15,91 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+Batch = tuple[Tensor, Tensor]
+INSTALL = {
+    "torchvision": "pip install --no-deps torchvision, of the release that fits torch",
+    "transformers": "pip install 'tierckpt[transformers]'",
+}
+
 
 def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
     """Adam, with two moments for each parameter."""
     return torch.optim.Adam(parameters, lr=1e-4)
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model, its batch, the loss and the optimizer.
+def usual_loss(wrapped: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean square for numbers; cross entropy for classes of images or tokens, and for
+    Inception with its second head."""
+    out = wrapped(inputs)
+    if targets.is_floating_point():
+        return functional.mse_loss(out, targets)
+    if hasattr(out, "aux_logits"):  # Inception-V3 in training
+        second = functional.cross_entropy(out.aux_logits, targets)
+        return functional.cross_entropy(out.logits, targets) + 0.4 * second
+    out = getattr(out, "logits", out)
+    return functional.cross_entropy(out.flatten(0, -2), targets.flatten())
 
-    model: on the device, not wrapped yet.
-    loss: forward pass of a (wrapped) model over the fixed batch, to a scalar.
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its data.
+
+    make: the model in training mode. sample: a batch of so many samples from a generator. loss:
+    forward pass of the (wrapped) model over a batch. batch: samples a rank. shape: a batch, for
+    people. package: the package that it needs, or an empty text.
     """
 
-    model: nn.Module
-    loss: Callable[[nn.Module], Tensor]
+    title: str
+    make: Callable[[], nn.Module]
+    sample: Callable[[int, torch.Generator], Batch]
+    batch: int
+    shape: str = ""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adam
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = usual_loss
+    package: str = ""
+
+    def missing(self) -> str | None:
+        """Why this model cannot be made here, or None."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed: {INSTALL[self.package]}"
+        return None
+
+    def batch_of(self, step: int, rank: int = 0) -> Batch:
+        """The batch of a step, the same in every run."""
+        return self.sample(self.batch, torch.Generator().manual_seed(1000 * step + rank))
+
+
+def vectors(width: int) -> Callable[[int, torch.Generator], Batch]:
+    """Random vectors, and random ones to come near to."""
+
+    def sample(batch: int, chance: torch.Generator) -> Batch:
+        shape = (batch, width)
+        return torch.randn(shape, generator=chance), torch.randn(shape, generator=chance)
+
+    return sample
+
+
+def images(side: int, classes: int = 1000) -> Callable[[int, torch.Generator], Batch]:
+    """Random images with labels."""
+
+    def sample(batch: int, chance: torch.Generator) -> Batch:
+        pictures = torch.randn(batch, 3, side, side, generator=chance)
+        return pictures, torch.randint(classes, (batch,), generator=chance)
+
+    return sample
+
+
+def tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
+    """Random tokens with labels."""
+
+    def sample(batch: int, chance: torch.Generator) -> Batch:
+        shape = (batch, length)
+        return (
+            torch.randint(vocabulary, shape, generator=chance),
+            torch.randint(vocabulary, shape, generator=chance),
+        )
+
+    return sample
 
 
 def linear_stack(layers: int, width: int) -> nn.Module:
@@ -92,63 +161,44 @@ class Transformer(nn.Module):
         return hidden @ self.tokens.weight.T
 
 
-def build(name: str, batch: int, device: torch.device) -> Workload:
-    """Make the named model with a fixed random batch of `batch` samples on `device`."""
-    torch.manual_seed(1234)  # the same weights on every rank and in every run
-    if name.startswith(OF_PAPERS):
-        return _of_papers(name.removeprefix(OF_PAPERS), batch, device)
-    maker, sample = _MODELS[name]
-    model = maker().to(device)
-    inputs, targets = (part.to(device) for part in sample(batch))
-
-    def loss(wrapped: nn.Module) -> Tensor:
-        out = wrapped(inputs)
-        if targets.is_floating_point():
-            return functional.mse_loss(out, targets)
-        return functional.cross_entropy(out.flatten(0, -2), targets.flatten())
-
-    return Workload(model, loss)
-
-
-def _of_papers(name: str, batch: int, device: torch.device) -> Workload:
-    """A model of papers.py: these may need torchvision or transformers."""
-    from lib.papers.models import MODELS
-
-    found = MODELS[name]
-    inputs = [part.to(device) for part in found.sample(batch, torch.Generator().manual_seed(1))]
-    return Workload(
-        found.make().to(device), lambda wrapped: found.loss(wrapped, *inputs), found.optimizer
-    )
-
-
-def _vectors(width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda batch: (torch.randn(batch, width), torch.randn(batch, width))
-
-
-def _images(side: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda batch: (torch.randn(batch, 3, side, side), torch.randint(1000, (batch,)))
-
-
-def _words(vocabulary: int, length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda batch: (
-        torch.randint(vocabulary, (batch, length)),
-        torch.randint(vocabulary, (batch, length)),
-    )
-
-
-_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
-    # 16 * 1024**2 fp32 parameters are 64 MiB, with Adam's two moments 192 MiB.
-    "linear": (lambda: linear_stack(16, 1024), _vectors(1024)),
+WIDTH = 1024
+MODELS = {
+    # 16 * 1024**2 fp32 parameters are 64 MiB, with Adam's two moments 192 MiB. On one thread of a
+    # 2.5 GHz core the models then take 150 to 800 ms a step.
+    "linear": Model("linear layers", lambda: linear_stack(16, WIDTH), vectors(WIDTH), 96),
     # 8 * 128**2 fp32 parameters are 0.5 MiB, with Adam's two moments 1.5 MiB.
-    "toy": (lambda: linear_stack(8, 128), _vectors(128)),
-    "resnet18": (resnet18, _images(112)),
-    "gpt2": (lambda: Transformer(12, 768, 50257, 1024), _words(50257, 512)),
-    "bert-large": (lambda: Transformer(24, 1024, 30522, 512), _words(30522, 512)),
+    "toy": Model("small linear layers", lambda: linear_stack(8, 128), vectors(128), 64),
+    "resnet18": Model("ResNet-18", resnet18, images(112), 8),
+    "gpt2": Model("GPT-2", lambda: Transformer(12, 768, 50257, 1024), tokens(512, 50257), 8),
 }
-
-NAMES = tuple(_MODELS)
+NAMES = tuple(MODELS)
 OF_PAPERS = "papers."
 """The start of the names of models in `lib.papers.models`."""
+OF_BYTES = "bytes."
+"""The start of the name of linear layers of so many bytes, with Adam's state: a short step."""
 
-# Samples a rank; on one thread of a 2.5 GHz core the CPU models then take 150-800 ms a step.
-BATCHES = {"linear": 96, "toy": 64, "resnet18": 8, "gpt2": 8, "bert-large": 8}
+
+def find(name: str) -> Model:
+    """The model of a name."""
+    if name.startswith(OF_PAPERS):
+        from lib.papers.models import MODELS as PAPERS  # torchvision, transformers
+
+        return PAPERS[name.removeprefix(OF_PAPERS)]
+    if name.startswith(OF_BYTES):
+        layers = max(1, int(name.removeprefix(OF_BYTES)) // (3 * 4 * WIDTH * WIDTH))
+        return Model(name, lambda: linear_stack(layers, WIDTH), vectors(WIDTH), 4)
+    return MODELS[name]
+
+
+def made(name: str) -> tuple[Model, nn.Module]:
+    """The model, and its module with the same weights on every rank and in every run."""
+    torch.manual_seed(1234)
+    model = find(name)
+    return model, model.make()
+
+
+def preload(name: str) -> None:
+    """Import what the model and its optimizer need, without making them."""
+    with torch.device("meta"):
+        model = find(name)
+        model.optimizer(model.make().parameters())

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lib.processes import cpu_seconds_of
 from tierckpt.testing import s3_server
 
 BUCKET = "bench"
@@ -28,13 +27,12 @@ CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `pid` is None if its CPU time cannot be read from here."""
+    """A running server."""
 
     name: str
     endpoint: str
     bucket: str
     keys: dict[str, str]
-    pid: int | None
 
     @property
     def url(self) -> str:
@@ -45,9 +43,6 @@ class Server:
         """Storage options for Tierckpt."""
         return {"endpoint": self.endpoint, **self.keys}
 
-    def cpu_seconds(self) -> float | None:
-        return cpu_seconds_of(self.pid) if self.pid is not None else None
-
 
 @contextmanager
 def toy_server(folder: Path) -> Iterator[Server]:
@@ -56,7 +51,7 @@ def toy_server(folder: Path) -> Iterator[Server]:
         sys.exit("there is no S3 server: run make s3-for-tests, or name one with --endpoint")
     (folder / BUCKET).mkdir()
     with s3_server.serving(folder) as endpoint:
-        yield Server("the tests' server", endpoint, BUCKET, TOY_KEYS, None)
+        yield Server("the tests' server", endpoint, BUCKET, TOY_KEYS)
 
 
 class BareClient:

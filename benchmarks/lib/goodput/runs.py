@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from lib.goodput import elastic_job, killed_job, launched_job
-from lib.goodput.killed_job import Course, Order, StuckError
-from lib.goodput.methods import RESUMABLE, OursTorchrun
-from lib.processes import MARK, Family
+from lib.goodput.course import Course, stall_of
+from lib.goodput.jobs import run
+from lib.jobs.plan import ENDLESS, Plan
+from lib.jobs.processes import JobError
+from lib.methods.resumable import RESUMABLE
 from lib.terminal import say
 from tierckpt.core.tuning import daly_seconds
 
 ELASTIC = "hvd-elastic"
-NEVER_STEPS = 1_000_000_000
+UNDER_TORCHRUN = ("ours-torchrun", "ours-run")
 WARM_STEPS = 5
 """Steps at the start of a run that are not timed when costs are measured."""
 
@@ -63,12 +61,6 @@ class Result:
             return 0.0
         return self.useful_steps * self.step_seconds / self.wall_seconds
 
-    @property
-    def judged(self) -> bool:
-        """False if goodput is above 1: the undisturbed pace, measured before and after, was not the
-        pace of the machine during the kills."""
-        return self.goodput <= 1.0
-
 
 class Bench:
     """All jobs of one run. Each has its own folders and leaves no process."""
@@ -83,32 +75,17 @@ class Bench:
         every: int,
         seconds: float,
         kills: Sequence[float] = (),
-        **more: Any,
-    ) -> tuple[Course, float | None]:
+        steps: int = ENDLESS,
+    ) -> tuple[Course, float]:
         """Run one job from the start; also return the stall per version that it reports."""
         self.count += 1
-        family = Family(uuid.uuid4().hex)
-        os.environ[MARK] = family.token  # to find the processes that ranks start
-        folder = self.folder / f"{self.count:03d}-{method}"
-        memory = self.memory / folder.name
-        memory.mkdir()
-        order = Order(
-            method=method,
-            every=every,
-            model=self.options.model,
-            batch=self.options.batch,
-            world=self.options.world,
-            folder=folder,
-            memory=memory,
-            **more,
-        )
+        name = f"{self.count:03d}-{method}"
+        folder, memory = str(self.folder / name), str(self.memory / name)
+        options = self.options
+        plan = Plan(options.model, method, options.world, steps, every, folder, memory)
         try:
-            found = runner(method)(order, seconds, kills, self.options.seed)
-            stall = folder / "stall"
-            return found, float(stall.read_text()) if stall.exists() else None
+            return run(plan, seconds, kills, options.seed), stall_of(plan)
         finally:
-            family.kill()
-            shutil.rmtree(memory, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
 
     def block(self, method: str, every: int) -> tuple[float, float]:
@@ -117,12 +94,12 @@ class Bench:
         found, stall = self.course(method, every, self.options.patience, steps=steps)
         ends = found.last_run()
         if len(ends) < steps:
-            raise StuckError(f"{method}: {len(ends)} of {steps} steps in {self.options.patience} s")
-        return (ends[-1] - ends[WARM_STEPS - 1]) / self.options.steps, stall or 0.0
+            raise JobError(f"{method}: {len(ends)} of {steps} steps in {self.options.patience} s")
+        return (ends[-1] - ends[WARM_STEPS - 1]) / self.options.steps, stall
 
     def plain(self, method: str) -> float:
         """Seconds per step of the training alone, under the launcher of this method."""
-        return self.block(ELASTIC if method == ELASTIC else "nothing", NEVER_STEPS)[0]
+        return self.block(ELASTIC if method == ELASTIC else "nothing", ENDLESS)[0]
 
     def cost(self, method: str) -> Cost:
         """The cost of a version at the interval `--every`.
@@ -162,15 +139,6 @@ class Bench:
         return result
 
 
-def runner(method: str) -> Callable[..., Course]:
-    """The function that runs a job of this method."""
-    if method == ELASTIC:
-        return elastic_job.run
-    if issubclass(RESUMABLE[method], OursTorchrun):
-        return launched_job.run
-    return killed_job.run
-
-
 def interval_steps(cost: Cost, mtbf_seconds: float, step_seconds: float) -> int:
     """The best interval by Daly's formula, in steps."""
     return max(1, round(daly_seconds(cost.seconds, 1 / mtbf_seconds) / step_seconds))
@@ -189,7 +157,7 @@ def everything(bench: Bench) -> Iterator[Result]:
     """Measure all costs, then every method at every rate."""
     costs: dict[str, Cost] = {}
     for method in bench.options.methods:
-        basis = "ours" if issubclass(RESUMABLE[method], OursTorchrun) else method
+        basis = "ours" if method in UNDER_TORCHRUN else method
         if basis in costs:  # a version costs the same under any launcher
             costs[method] = costs[basis]
             continue
@@ -199,7 +167,7 @@ def everything(bench: Bench) -> Iterator[Result]:
         say(f"cost of a version: {method}")
         try:
             costs[method] = costs[basis] = bench.cost(basis)
-        except StuckError as error:
+        except JobError as error:
             say(str(error))
             continue
         say(f"  {1e3 * costs[method].seconds:.1f} ms")
@@ -209,7 +177,7 @@ def everything(bench: Bench) -> Iterator[Result]:
             say(f"a failure every {mtbf:g} s: {method}")
             try:
                 yield bench.measure(method, cost, mtbf)
-            except StuckError as error:
+            except JobError as error:
                 say(str(error))
                 title = RESUMABLE[method].title
                 yield Result(method, title, mtbf, 0, cost.seconds, 0.0, status=str(error))

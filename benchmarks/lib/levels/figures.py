@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from lib import figures
-from lib.figures import Spread, spread
+from lib.figures import Spread, spread, wall_seconds
 
 Block = dict[str, Any]
 """The result of `lib.training.teams.Team.block`."""
@@ -75,11 +75,9 @@ class Row:
     """
 
     name: str
-    bare: str
     nodes: int
     data_bytes: int
     linked: bool
-    target: float | None
     seconds: Spread | None = None
     bare_seconds: Spread | None = None
     of_bare: Spread | None = None
@@ -123,16 +121,10 @@ class AllLevels:
 
     def finish(self) -> None:
         """Compute the figures from the samples."""
-        steps = [figures.plain_step(visit, block_seconds) for visit in self.visits]
-        extra = [figures.extra_per_checkpoint(visit, block_seconds, 0) for visit in self.visits]
+        steps = [figures.plain_step(visit, wall_seconds) for visit in self.visits]
+        extra = [figures.extra_per_checkpoint(visit, wall_seconds, 0) for visit in self.visits]
         self.step_s, self.version_s = spread(steps), spread(extra)
         pairs = zip(extra, steps, strict=True)
         self.slowdown = spread(more / (self.every * step) for more, step in pairs)
         merged = [each for visit in self.visits for each in figures.merge(visit["checkpoints"])]
         self.due, self.taken = len(merged), sum("durable" in each for each in merged)
-
-
-def block_seconds(block: Block) -> float:
-    """Wall time of a block's timed steps, over all ranks."""
-    ranks = block["ranks"]
-    return float(max(rank["ends"][-1] for rank in ranks) - min(rank["start"] for rank in ranks))

@@ -33,14 +33,10 @@ from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.net import Address
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.job_directory import JobDirectory
 from tierckpt.storage.local import LocalStore
 from tierckpt.storage.persistent import PersistentStore, ShardSource
-from tierckpt.storage.slot_pool import SlotPool
-from tierckpt.storage.slots import seal_area_bytes
 
 CHUNK_BYTES = 8 << 20
-SEAL_BYTES = seal_area_bytes(4096)
 PIECE_BYTES = 1 << 20  # bytes that a bare connection sends at once: a window of the exchange
 
 
@@ -102,21 +98,6 @@ class Node:
         store.commit(key, self.image, manifest(0, 1, 0, len(self.image), digests))
         return store, key
 
-    @cached_property
-    def memory_store(self) -> LocalStore:
-        """A local level on tmpfs that receives copies."""
-        store = LocalStore(Path(self.setup.memory, "copies"))
-        store.create()
-        return store
-
-    @cached_property
-    def slots(self) -> SlotPool:
-        """Slots in place: files of a local level on tmpfs."""
-        job = JobDirectory.at(self.setup.memory, "levels")
-        job.create()
-        store = LocalStore(Path(self.setup.memory, "in-place"))
-        return SlotPool(job, 0, 2, lambda *_: None, store)
-
     def addresses(self) -> dict[str, Any]:
         """The addresses of this node, for exchanges and for bare connections."""
         agent, bare = self.transport.address, self.listener.getsockname()
@@ -131,21 +112,6 @@ class Node:
             key, record = self._next(0, 1)
             with self._timed():
                 self.local_store.commit(key, self.image, record)
-
-    def commit_in_place(self, repeat: int) -> None:
-        """Commit to a local level on tmpfs where the slot is the file, without filling the slot."""
-        pool, store = self.slots, self.slots.in_place
-        assert store is not None
-        for _ in range(repeat):
-            self._retire(store, store.keys()[:-1])
-            key, record = self._next(0, 1)
-            newest = {known.id for known in store.keys()}  # noqa: SIM118
-            with self._timed():
-                slot = pool.choose(newest, set(), SEAL_BYTES, self.setup.nbytes)
-                slot.seal(record)
-                assert slot.file is not None
-                store.commit_file(key, slot.file.path, record)
-            pool.filled(slot, key.id)
 
     def flush(self, repeat: int) -> None:
         """Flush from the file of the local level, which is not in the page cache."""
@@ -184,14 +150,6 @@ class Node:
         return key, manifest(shard, shards, key.id.version, len(self.image))
 
     # --- the same bytes, bare ------------------------------------------------------------------
-
-    def commit_copy(self, repeat: int) -> None:
-        """Commit to tmpfs by a copy, over the file of the previous version."""
-        for _ in range(repeat):
-            self._retire(self.memory_store, self.memory_store.keys())
-            key, record = self._next(0, 1)
-            with self._timed():
-                self.memory_store.commit(key, self.image, record)
 
     def bare_write(self, repeat: int) -> None:
         """Write with O_DIRECT and fsync over an existing file."""
@@ -235,8 +193,6 @@ class Node:
 
     def close(self) -> None:
         """Release ports and memory."""
-        if "slots" in self.__dict__:  # it was used
-            self.slots.close(remove=True)
         self.transport.close()
         self.listener.close()
 

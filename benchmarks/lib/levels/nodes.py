@@ -1,4 +1,5 @@
-"""The nodes of levels.py, seen from the benchmark: start them, send orders, add up answers."""
+"""The nodes of levels.py, seen from the benchmark: start them, send orders, add up answers; and the
+levels as orders: the work of each, and a bare transfer."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.levels.node import Setup, Work
+from tierckpt.erasure.codes import Code
 from tierckpt.testing import Network, NoNetworkError
 
 HERE = Path(__file__).resolve().parent
@@ -154,3 +156,42 @@ def _total(works: list[Work]) -> Done:
         sum(work.cpu_s for work in works),
         sum(work.sent_bytes for work in works),
     )
+
+
+Orders = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level, one row of the results. order, bare_order: methods of `node.Node`. code: data and
+    parity shards of a redundancy scheme in one group of `nodes` nodes."""
+
+    name: str
+    order: str
+    bare_order: str
+    nodes: int = 1
+    code: tuple[int, int] | None = None
+
+    def orders(self, nodes: Nodes, repeat: int) -> Orders:
+        """Orders for the work of the level."""
+        order: dict[str, Any] = {"name": self.order, "repeat": repeat}
+        if self.code:
+            code = Code(self.nodes, *self.code)
+            order |= {"code": [code.n, code.k, code.m], "addresses": nodes.agents[: self.nodes]}
+        return [order] * self.nodes
+
+    def bare(self, nodes: Nodes, repeat: int, alone: Done) -> Orders:
+        """Orders for a bare transfer of as many bytes as `alone` moved."""
+        if not self.code:
+            return [{"name": self.bare_order, "repeat": repeat}]
+        each_bytes = alone.sent_bytes // (self.nodes * len(alone.seconds))
+        return nodes.ring(self.nodes, each_bytes, repeat)
+
+
+LEVELS = (
+    Level("local", "commit_local", "bare_write"),
+    Level("partner, 2 nodes", "protect", "bare_send", 2, (1, 1)),
+    Level("xor, 4 nodes", "protect", "bare_send", 4, (3, 1)),
+    Level("rs 4+2, 6 nodes", "protect", "bare_send", 6, (4, 2)),
+    Level("persistent", "flush", "bare_copy"),
+)

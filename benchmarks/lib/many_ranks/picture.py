@@ -1,25 +1,10 @@
-"""The table and the picture of manyranks.py."""
+"""The picture of manyranks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 Figures = dict[str, float]
-
-
-def table(rows: Sequence[Figures]) -> Iterator[str]:
-    """Yield a line for each figure: a column for each number of ranks."""
-    yield f"{'ranks':<28}" + "".join(f"{row['ranks']:>12,.0f}" for row in rows)
-    for name in rows[-1]:
-        if name != "ranks":
-            scale: Callable[[float], str] = _milliseconds if "seconds" in name else "{:,.0f}".format
-            cells = (scale(row[name]) if name in row else "-" for row in rows)
-            title = name.replace("_seconds", "_ms")
-            yield f"{title:<28}" + "".join(f"{cell:>12}" for cell in cells)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f}"
 
 
 PANELS: dict[str, tuple[str, ...]] = {

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.util
+import io
 import os
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lib.methods.method import FolderMethod, Job, Waiters
+from lib.methods.method import FolderMethod, Job, load_into, raw_state, version_of
 
-
-def raw_state(job: Job) -> dict[str, Any]:
-    """References to the live tensors of model and optimizer, without a copy. Plain dicts: the
-    stagers of some torch releases cannot copy the ordered ones of modules."""
-    return {"model": dict(job.module.state_dict()), "optimizer": job.optimizer.state_dict()}
+BYTES_PER_SECOND = 100_000_000
+"""The simulated bandwidth of a shared parallel file system."""
 
 
 class TorchSave(FolderMethod):
-    """Rank 0 writes everything while all wait, as in most training scripts."""
+    """Rank 0 writes everything while all wait, as in most training scripts. Under Horovod the
+    others continue until their next allreduce, and wait there."""
 
     name = "torch-save"
-    title = "torch.save, rank 0, barrier"
+    title = "torch.save on rank 0"
     fsync = "yes"
+    launchers = ("torchrun", "horovod")
 
     def setup(self, job: Job) -> None:
         super().setup(job)
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo") if job.launcher == "torchrun" else None
 
     def boundary(self, version: int, due: bool) -> None:
         if not due:
             return
         if self.job.rank == 0:
             self._write(version)
-        dist.barrier(self.group)
+        if self.group is not None:
+            dist.barrier(self.group)
         self.finished(version)
 
     def _write(self, version: int) -> None:
@@ -47,6 +50,62 @@ class TorchSave(FolderMethod):
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
+
+
+class TorchLoad(TorchSave):
+    """The same, and after a restart rank 0 alone reads: the others get the bytes by a broadcast."""
+
+    name = "torch-load"
+    title = "torch.load on rank 0, broadcast"
+    usual = False
+
+    def load(self) -> int:
+        found = self.complete() if self.job.rank == 0 else []
+        raw = self._read(found[-1]) if found else b""
+        about = torch.tensor([version_of(found[-1]) if found else 0, len(raw)])
+        self._broadcast(about)
+        version, size_bytes = (int(value) for value in about)
+        if not version:
+            return 0
+        content = torch.empty(size_bytes, dtype=torch.uint8)
+        if self.job.rank == 0:
+            content = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        self._broadcast(content)
+        load_into(self.job, torch.load(io.BytesIO(content.numpy().data)))
+        return version
+
+    def _read(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        if self.job.launcher == "torchrun":
+            dist.broadcast(tensor, 0)
+        else:
+            hvd: Any = importlib.import_module("horovod.torch")
+            hvd.broadcast_(tensor, 0)
+
+
+class RootShared(TorchLoad):
+    """Root checkpointing on a shared file system: a write and a read last as long as they would at
+    its bandwidth."""
+
+    name = "root-shared"
+    title = "torch.save on rank 0, shared file system"
+
+    def _write(self, version: int) -> None:
+        begin = time.perf_counter()
+        super()._write(version)
+        _last_as(self.path(version).stat().st_size, begin)
+
+    def _read(self, path: Path) -> bytes:
+        begin = time.perf_counter()
+        raw = path.read_bytes()
+        _last_as(len(raw), begin)
+        return raw
+
+
+def _last_as(nbytes: int, begin: float) -> None:
+    time.sleep(max(0.0, begin + nbytes / BYTES_PER_SECOND - time.perf_counter()))
 
 
 class DcpThread(FolderMethod):
@@ -64,6 +123,23 @@ class DcpThread(FolderMethod):
         # with the gradient allreduces and deadlock.
         self.group = dist.new_group(backend="gloo")
         self.upload: Future[Any] | None = None
+
+    def complete(self) -> list[Path]:
+        return sorted(path.parent for path in self.job.directory.glob("v*/.metadata"))
+
+    def load(self) -> int:
+        found = self.complete()
+        if not found:
+            return 0
+        state = self._state()
+        self.dcp.load(state, checkpoint_id=str(found[-1]), process_group=self.group)
+        self.state_dict.set_state_dict(
+            self.job.model,
+            self.job.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        return version_of(found[-1])
 
     def boundary(self, version: int, due: bool) -> None:
         if due:
@@ -166,7 +242,7 @@ class DcpTuned(DcpProcess):
         super().close()
 
 
-class TorchSnapshot(FolderMethod):
+class TorchSnapshot(DcpThread):
     """torchsnapshot: staged in the call, written by a thread, no fsync."""
 
     name = "torchsnapshot"
@@ -175,36 +251,22 @@ class TorchSnapshot(FolderMethod):
 
     @classmethod
     def missing(cls) -> str | None:
-        try:
-            importlib.import_module("torchsnapshot")
-        except ImportError as error:
-            return f"not installed ({error})"
-        return None
+        found = importlib.util.find_spec("torchsnapshot")
+        return "not installed" if found is None else None
 
     def setup(self, job: Job) -> None:
         super().setup(job)
         self.library = importlib.import_module("torchsnapshot")
-        self.group = dist.new_group(backend="gloo")
-        self.waiters = Waiters()
+        self.waiter = ThreadPoolExecutor(1)  # the library offers a wait and no callback
 
-    def boundary(self, version: int, due: bool) -> None:
-        if not due:
-            return
-        self.drain()  # never two in flight, as with the other methods
+    def _save(self, version: int) -> Future[Any]:
         pending = self.library.Snapshot.async_take(
             path=str(self.path(version)),
             app_state={"model": self.job.module, "optimizer": self.job.optimizer},
             pg=self.group,
             replicated=["**"],  # every rank has the same state and writes a part
         )
-        self.waiters.start(pending.wait, lambda: self.finished(version))
-
-    def drain(self) -> None:
-        self.waiters.join()
-
-    def close(self) -> None:
-        with contextlib.suppress(AttributeError):
-            self.waiters.join()
+        return self.waiter.submit(pending.wait)
 
 
-PEERS = (TorchSave, DcpThread, DcpProcess, DcpTuned, TorchSnapshot)
+PEERS = (TorchSave, DcpThread, DcpProcess, DcpTuned, TorchSnapshot, TorchLoad, RootShared)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from lib.methods.alternatives import raw_state
-from lib.methods.method import FolderMethod, Job
+from lib.methods.method import FolderMethod, Job, raw_state
 
 
 class CheckFreq(FolderMethod):

@@ -9,10 +9,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from lib.methods.alternatives import BYTES_PER_SECOND
 from lib.methods.method import Job, Method
 
+ADAPTERS = {"torchrun": "ddp_ckpt", "horovod": "horovod_ckpt"}
 NEVER = 1_000_000_000  # an interval that enables a level and never comes due by itself
 DRAIN_LIMIT_S = 60.0
+FLUSHED_OF = 10
+"""Of so many versions one is flushed to a shared file system."""
+
+
+def checkpointer_of(job: Job, **settings: Any) -> Any:
+    """A checkpointer for this training."""
+    adapter = importlib.import_module(ADAPTERS[job.launcher])
+    places = {"shm_dir": str(job.memory), "boundary": "explicit"}
+    return adapter.Checkpointer(job.model, job.optimizer, **places, **settings)
+
+
+def wait_for_all(checkpointer: Any, name: str) -> None:
+    """Return when all levels have what the agent was given."""
+    if not checkpointer._agent.wait(DRAIN_LIMIT_S, everything=True):
+        raise TimeoutError(f"{name}: {checkpointer._agent.behind()} are not done")
+    checkpointer.wait(0)  # it reports events
 
 
 class OursMemory(Method):
@@ -21,23 +39,9 @@ class OursMemory(Method):
     name = "ours-memory"
     title = "Tierckpt, to memory"
     fsync = "-"
-    adapter = "ddp_ckpt"
     level = "memory"  # empty: none
     final = "sealed"  # the event that ends a version at this level
     slots = 2
-
-    @classmethod
-    def missing(cls) -> str | None:
-        try:
-            importlib.import_module(cls.adapter)
-        except ImportError as error:
-            return f"not installed ({error})"
-        return None
-
-    @classmethod
-    def slots_on(cls, device: str) -> int:
-        """One slot more on a GPU, where the seal comes after the barrier."""
-        return cls.slots + int(device == "cuda" and cls.slots > 0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,23 +50,17 @@ class OursMemory(Method):
         self._ahead = 0  # the trainer's version number less the checkpointer's
 
     def setup(self, job: Job) -> None:
-        self.job = job
-        adapter = importlib.import_module(self.adapter)
-        self._checkpointer = adapter.Checkpointer(
-            job.model,
-            job.optimizer,
-            **self._settings(),
-        )
+        super().setup(job)
+        self._checkpointer = checkpointer_of(job, **self._settings())
 
     def _settings(self) -> dict[str, Any]:
+        is_late = self.slots and self.job.device.type == "cuda"  # the seal is after the barrier
         return {
             "memory_every_steps": NEVER if self.level == "memory" else 0,
             "local_every_steps": NEVER if self.level == "local" else 0,
             "path": str(self.job.directory),
             "local_every_seconds": 0,
-            "slots": self.slots_on(self.job.device.type),
-            "shm_dir": str(self.job.memory),
-            "boundary": "explicit",
+            "slots": self.slots + bool(is_late),
             "on_event": self._event,
         }
 
@@ -187,9 +185,7 @@ class OursLevels(OursMemory):
 
     def drain(self) -> None:
         super().drain()
-        if not self._checkpointer._agent.wait(DRAIN_LIMIT_S, everything=True):
-            raise TimeoutError(f"{self.name}: {self._checkpointer._agent.behind()} are not done")
-        self._checkpointer.wait(0)  # it reports events
+        wait_for_all(self._checkpointer, self.name)
 
 
 class OursAuto(OursMemory):
@@ -238,4 +234,38 @@ class OursAuto(OursMemory):
         """Retention deletes old checkpoints."""
 
 
-OURS = (OursOff, OursMemory, OursLocal, OursLevels, OursAuto)
+class OursFlushed(OursLocal):
+    """Every version to local disk, and one of ten flushed to a shared file system of limited
+    bandwidth."""
+
+    name = "ours-flushed"
+    title = "Tierckpt, to local, every 10th flushed"
+    usual = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = 0
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **super()._settings(),
+            "persistent_path": str(self.job.directory / "persistent"),
+            "persistent_every_steps": NEVER,
+            "persistent_every_seconds": 0,
+            "persistent_bytes_per_second": BYTES_PER_SECOND,
+        }
+
+    def boundary(self, version: int, due: bool) -> None:
+        if due and self._asked % FLUSHED_OF == 0:
+            self._checkpointer._schedule.last["persistent"] = -1
+        super().boundary(version, due)
+        if due:
+            self._checkpointer._schedule.last["persistent"] = self._checkpointer.version
+        self._asked += due
+
+    def drain(self) -> None:
+        super().drain()
+        wait_for_all(self._checkpointer, self.name)
+
+
+OURS = (OursOff, OursMemory, OursLocal, OursLevels, OursAuto, OursFlushed)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from lib.methods.alternatives import PEERS
 from lib.methods.checkfreq import CheckFreq
-from lib.methods.horovod import HOROVODS
 from lib.methods.method import Method
-from lib.methods.of_today import OF_TODAY
 from lib.methods.ours import OURS
-from lib.methods.shared_store import HOROVOD_SHARED, SHARED
 
 METHODS: dict[str, dict[str, type[Method]]] = {
-    "torchrun": {
-        each.name: each for each in (Method, *PEERS, *OF_TODAY, CheckFreq, *OURS, *SHARED)
-    },
-    "horovod": {each.name: each for each in (Method, *HOROVODS, *HOROVOD_SHARED)},
+    launcher: {
+        each.name: each for each in (Method, *PEERS, CheckFreq, *OURS) if launcher in each.launchers
+    }
+    for launcher in ("torchrun", "horovod")
 }
-TUNED_PEER = "dcp-tuned"  # the reference of the slowdown target

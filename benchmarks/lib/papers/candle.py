@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from msgspec import to_builtins
 
@@ -22,10 +23,21 @@ from lib.methods.registry import METHODS
 from lib.papers.frequency import Frequency, attached
 from lib.papers.models import MODELS
 from lib.papers.results import Row
+from lib.papers.rule import Judged, cost_of, table
 from lib.training.launchers import HorovodRanks
+from tierckpt._text import counted
 from tierckpt.cli.trace import load
 from tierckpt.tracing.timeline import summarize
 
+CHOICES = {
+    "models": ("nt3", "resnet18"),
+    "methods": ("ours-memory", "ours-local", "torch-save"),
+    "parts": ("timeline", "workers"),
+    "worlds": ("1", "2", "4"),
+    "samples": ("1", "4", "20"),
+}
+TOY = {"models": ("nt3-toy",), "parts": ("timeline",), "worlds": ("2",), "samples": ("4",)}
+KEY = ("model", "part", "method", "world", "samples")
 RANK = Path(__file__).with_name("traced_rank.py")
 
 
@@ -93,3 +105,79 @@ def _timeline(key: Row) -> Row:
         "hidden_in_backward": hidden.share(hidden.backward_us),
         "hidden_in_gaps": hidden.share(hidden.computing_us),
     }
+
+
+def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
+    """Paragraphs and tables."""
+    parts = []
+    for row in (each for each in rows if each["part"] == "timeline"):
+        parts += _timeline_text(row)
+    workers = [row for row in rows if row["part"] == "workers"]
+    if workers:
+        parts += [
+            "A checkpoint at every step; all workers share two cores. *Duration*: from the call to "
+            "the end of the checkpoint, in memory or on the disk.",
+            table([_HEAD, *map(_worker, sorted(workers, key=_order))]),
+        ]
+    return parts
+
+
+def verdicts(rows: list[Row], published: dict[str, Any]) -> Iterator[Judged]:
+    """The goal of a version at each step, by the rule."""
+    own = [r for r in rows if r["part"] == "workers" and r["method"].startswith("ours")]
+    cases = [
+        (f"{row['title']} {row['method_title'].split(', ')[-1]}, {row['world']}", cost_of(row))
+        for row in sorted(own, key=_order)
+    ]
+    yield Judged(
+        f"NT3: a version at each step, at most {100 * GOAL:.0f} %, by workers",
+        [(name, cost.verdict(GOAL)) for name, cost in cases],
+    )
+
+
+GOAL = 0.05
+_HEAD = ["model, MB", "method", "workers", "step, s", "duration, s", "cost, %"]
+
+
+def _order(row: Row) -> tuple[str, str, int]:
+    return row["model"], row["method"], row["world"]
+
+
+def _worker(row: Row) -> list[str]:
+    title = row["method_title"]
+    title = f"**{title}**" if row["method"].startswith("ours") else title
+    done = row["durable_seconds"]
+    return [
+        *(f"{row['title']}, {row['state_bytes'] / 1e6:,.0f}", title, f"{row['world']}"),
+        f"{row['step_seconds']:.2f}",
+        "-" if done is None else f"{done:.2f}",
+        cost_of(row).text,
+    ]
+
+
+def _timeline_text(row: Row) -> list[str]:
+    gaps = row["gaps"]
+    lines = [["bytes, up to", "count", "mean, ms", "least", "most", "of it moving, mean"]]
+    for bucket in row["allreduces"]:
+        latency, moving = bucket["latency"], bucket["moving"]
+        lines.append(
+            [
+                f"{bucket['upto_bytes']:,}",
+                f"{latency['count']}",
+                f"{latency['avg_us'] / 1e3:.1f}",
+                f"{latency['min_us'] / 1e3:.1f}",
+                f"{latency['max_us'] / 1e3:.1f}",
+                f"{moving['avg_us'] / 1e3:.1f}",
+            ]
+        )
+    return [
+        f"{row['title']}, {counted(row['samples'], 'sample')} a rank, {row['world']} ranks, "
+        f"{row['steps']} traced steps with a version each: allreduces by message size, from the "
+        "launch to the end.",
+        table(lines),
+        f"Gaps between updates of the weights: {gaps['avg_us'] / 1e3:,.0f} ms on average "
+        f"({gaps['min_us'] / 1e3:,.0f} to {gaps['max_us'] / 1e3:,.0f}). Of the time of all copies, "
+        f"{100 * row['hidden_in_gaps']:.0f} % lies in these gaps while the training computes, "
+        f"{100 * row['hidden_in_communication']:.0f} % during an allreduce, "
+        f"{100 * row['hidden_in_backward']:.0f} % in the backward pass as far as it is seen.",
+    ]

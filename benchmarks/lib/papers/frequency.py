@@ -9,10 +9,9 @@ from statistics import median
 from typing import Any
 
 from lib import figures
-from lib.levels.figures import block_seconds
+from lib.figures import wall_seconds
 from lib.methods.method import Setting
 from lib.models import OF_PAPERS
-from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.training.teams import Team, measure_visit
 
@@ -35,10 +34,7 @@ def attached(
         launcher=launcher,
         world=world,
         model=OF_PAPERS + name,
-        batch=MODELS[name].batch,
         every=1,
-        device="cpu",
-        backend="gloo",
         directory=str(folder),
         memory=str(memory),
     )
@@ -66,14 +62,14 @@ class Frequency:
         visits = [
             measure_visit(self.team, self.team, steps, every) for _ in range(rounds or self.rounds)
         ]
-        plain = [figures.plain_step(visit, block_seconds) for visit in visits]
+        plain = [figures.plain_step(visit, wall_seconds) for visit in visits]
         merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
         return {
             "every": every,
             "step_seconds": median(plain),
             "visits": [
                 {
-                    "total_overhead": block_seconds(visit["checkpoints"]) / (steps * step) - 1,
+                    "total_overhead": wall_seconds(visit["checkpoints"]) / (steps * step) - 1,
                     "cpu_share": figures.direct_cpu_share(visit),
                     "others_cores": figures.noise(visit),
                     "step_seconds": step,

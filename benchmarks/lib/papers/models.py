@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,53 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lib.models import adam
-
-Batch = tuple[Tensor, Tensor]
-INSTALL = {
-    "torchvision": "pip install --no-deps torchvision, of the release that fits torch",
-    "transformers": "pip install 'tierckpt[transformers]'",
-}
+from lib.models import Batch, Model, images, tokens
 
 
 def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
     """SGD with momentum, as image classifiers use it: one value for each parameter."""
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-
-
-def entropy(wrapped: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of a classifier of images, of tokens, or of Inception with its second head."""
-    out = wrapped(inputs)
-    if hasattr(out, "aux_logits"):  # Inception-V3 in training
-        second = functional.cross_entropy(out.aux_logits, labels)
-        return functional.cross_entropy(out.logits, labels) + 0.4 * second
-    out = getattr(out, "logits", out)
-    return functional.cross_entropy(out.flatten(0, -2), labels.flatten())
-
-
-@dataclass(frozen=True)
-class PaperModel:
-    """A model with its data.
-
-    make: the model in training mode. sample: a batch of so many samples from a generator. loss:
-    forward pass of the (wrapped) model over a batch. batch: samples a rank. shape: a batch, for
-    people. package: the package that it needs, or an empty text.
-    """
-
-    title: str
-    make: Callable[[], nn.Module]
-    sample: Callable[[int, torch.Generator], Batch]
-    batch: int
-    shape: str
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = momentum
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = entropy
-    package: str = ""
-
-    def missing(self) -> str | None:
-        """Why this model cannot be made here, or None."""
-        if self.package and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed: {INSTALL[self.package]}"
-        return None
 
 
 def torchvision(name: str, **arguments: Any) -> nn.Module:
@@ -96,29 +54,6 @@ def _declare() -> torch.library.Library | None:
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library
-
-
-def images(side: int, classes: int = 1000) -> Callable[[int, torch.Generator], Batch]:
-    """Random images with labels."""
-
-    def sample(batch: int, chance: torch.Generator) -> Batch:
-        pictures = torch.randn(batch, 3, side, side, generator=chance)
-        return pictures, torch.randint(classes, (batch,), generator=chance)
-
-    return sample
-
-
-def tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
-    """Random tokens with labels."""
-
-    def sample(batch: int, chance: torch.Generator) -> Batch:
-        shape = (batch, length)
-        return (
-            torch.randint(vocabulary, shape, generator=chance),
-            torch.randint(vocabulary, shape, generator=chance),
-        )
-
-    return sample
 
 
 NT3_INPUTS = 60_483
@@ -207,36 +142,36 @@ def toy() -> nn.Module:
     )
 
 
-def _vision(title: str, name: str, side: int, batch: int, **arguments: Any) -> PaperModel:
-    return PaperModel(
+def _vision(title: str, name: str, side: int, batch: int, **arguments: Any) -> Model:
+    return Model(
         title,
         lambda: torchvision(name, **arguments),
         images(side),
         batch,
         f"{batch} x 3 x {side} x {side}",
+        momentum,
         package="torchvision",
     )
 
 
-def _language(title: str, name: str, config: str, vocabulary: int) -> PaperModel:
-    return PaperModel(
+def _language(title: str, name: str, config: str, vocabulary: int) -> Model:
+    return Model(
         title,
         lambda: transformers(name, config),
         tokens(128, vocabulary),
         1,
         "1 x 128 tokens",
-        adam,
         package="transformers",
     )
 
 
-MODELS: dict[str, PaperModel] = {
-    "toy-cnn": PaperModel("toy", toy, images(16, 10), 16, "16 x 3 x 16 x 16"),
-    "nt3": PaperModel("NT3", nt3, genes(NT3_INPUTS), 1, "1 x 60,483", plain_sgd),
-    "nt3-toy": PaperModel("NT3, short", lambda: nt3(600), genes(600), 4, "4 x 600", plain_sgd),
-    "edsr": PaperModel("EDSR 16 x 64", Edsr, pairs(24), 1, "1 x 3 x 24 x 24", adam, absolute),
-    "edsr-toy": PaperModel(
-        "EDSR 2 x 8", lambda: Edsr(2, 8), pairs(8), 1, "1 x 3 x 8 x 8", adam, absolute
+MODELS: dict[str, Model] = {
+    "toy-cnn": Model("toy", toy, images(16, 10), 16, "16 x 3 x 16 x 16", momentum),
+    "nt3": Model("NT3", nt3, genes(NT3_INPUTS), 1, "1 x 60,483", plain_sgd),
+    "nt3-toy": Model("NT3, short", lambda: nt3(600), genes(600), 4, "4 x 600", plain_sgd),
+    "edsr": Model("EDSR 16 x 64", Edsr, pairs(24), 1, "1 x 3 x 24 x 24", loss=absolute),
+    "edsr-toy": Model(
+        "EDSR 2 x 8", lambda: Edsr(2, 8), pairs(8), 1, "1 x 3 x 8 x 8", loss=absolute
     ),
     "resnet50": _vision("ResNet-50", "resnet50", 64, 1),
     "resnet18": _vision("ResNet-18", "resnet18", 224, 4),

@@ -1,17 +1,29 @@
-"""docs/papers.md from the results files and the published values; no number is typed by hand."""
+"""docs/papers.md from the results files and the published values; no number is typed by hand.
+
+A paper is a module: `keys` names the rows that options choose, `measure` makes one of them,
+`section` writes its part of the page and `verdicts` yields its goals. CHOICES are the options that
+choose a part, with all values, TOY their values at toy size; KEY the names that identify a row.
+"""
 
 from __future__ import annotations
 
 import tomllib
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.papers import results, rule
-from lib.papers.registry import PAPERS
+from lib.papers import candle, dpu, lightcheck, mlperf, results, rule, scr_exa
+from lib.papers.models import MODELS
+from lib.papers.rule import Judged, table
 
+PAPERS: dict[str, Any] = {
+    "lightcheck": lightcheck,
+    "candle": candle,
+    "scr-exa": scr_exa,
+    "dpu": dpu,
+    "mlperf": mlperf,
+}
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "papers.md"
 PUBLISHED = ROOT / "benchmarks" / "lib" / "published.toml"
@@ -23,27 +35,6 @@ INTRODUCTION = (
     "makes this page from results files and [published values](../benchmarks/lib/published.toml). "
     "[What is still to be measured](../benchmarks/README.md#what-is-still-to-be-measured)."
 )
-LAUNCHERS = {"torchrun": "DDP", "horovod": "Horovod"}
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A goal, and its cases: a name, and one of `rule.WORDS`."""
-
-    goal: str
-    cases: Sequence[tuple[str, str]]
-
-    @property
-    def line(self) -> list[str]:
-        """The line of the table of goals."""
-        by: dict[str, str] = {}
-        for word in rule.WORDS:
-            names = [name for name, found in self.cases if found == word]
-            is_all = len(names) == len(self.cases) > 2
-            by[word] = f"all {len(names)}" if is_all else ", ".join(names)
-        none = [f"{word}: {by[word]}" for word in rule.WORDS[2:] if by[word]]
-        missed = f"**{by['missed']}**" if by["missed"] else "-"
-        return [self.goal, by["met"] or "-", missed, "; ".join(none) or "-"]
 
 
 def published() -> dict[str, Any]:
@@ -51,33 +42,37 @@ def published() -> dict[str, Any]:
     return tomllib.loads(PUBLISHED.read_text())
 
 
-def listing() -> str:
-    """One paragraph for each paper, for the terminal."""
-    known = published()
-    lines = []
-    for name, paper in PAPERS.items():
-        lines += [f"{name}: {known[name]['title']}", f"    {paper.makes}"]
-        lines += [f"    {paper.how}; {paper.lasts}; {coverage(name)}", ""]
-    return "\n".join(lines).rstrip()
+def missing(paper: Any, options: Namespace) -> list[str]:
+    """Why the chosen parts cannot be measured here. A simulation needs no model."""
+    if getattr(options, "parts", None) == ["scale"]:
+        return []
+    models = (MODELS[name].missing() for name in getattr(options, "models", None) or ())
+    more = paper.missing(options) if hasattr(paper, "missing") else ()
+    return [reason for reason in dict.fromkeys([*models, *more]) if reason]
+
+
+def all_keys(name: str) -> list[results.Row]:
+    """The keys of all rows that `papers.py NAME` makes."""
+    paper = PAPERS[name]
+    everything = {choice: [*known] for choice, known in paper.CHOICES.items()}
+    return list(paper.keys(Namespace(**everything, toy=False)))
 
 
 def missing_keys(name: str) -> list[results.Row]:
-    """The keys of the rows that `papers.py NAME` makes, and that the results file lacks."""
-    paper = PAPERS[name]
+    """The keys of the rows that the results file lacks."""
+    key = PAPERS[name].KEY
     rows = results.read(results.path_of(name))["rows"]
-    known = [[str(row[part]) for part in paper.key] for row in rows if row["status"] == "ok"]
-    due = list(paper.keys(paper.all_of_it()))
-    return [key for key in due if [str(key[part]) for part in paper.key] not in known]
+    known = [[str(row[part]) for part in key] for row in rows if row["status"] == "ok"]
+    return [each for each in all_keys(name) if [str(each[part]) for part in key] not in known]
 
 
 def coverage(name: str) -> str:
     """How many of its rows the results file has, and which cases lack some."""
-    paper = PAPERS[name]
-    due, lacking = list(paper.keys(paper.all_of_it())), missing_keys(name)
+    count, lacking = len(all_keys(name)), missing_keys(name)
     names = ("model", "launcher") if name == "scr-exa" else ("model",)
     groups = Counter(" ".join(str(key[each]) for each in names if each in key) for key in lacking)
     gaps = ", ".join(f"{count} of {who}" for who, count in groups.items() if who)
-    text = f"{len(due) - len(lacking)} of {len(due)} rows"
+    text = f"{count - len(lacking)} of {count} rows"
     return f"{text}, without {gaps}" if gaps else text
 
 
@@ -98,8 +93,8 @@ def text() -> str:
         rows = [{**row, "load": runs[row["run"]]["load_average"][0]} for row in document["rows"]]
         parts += tables(name, rows)
         goals += [each.line for each in verdicts(name, rows)]
-        if paper.picture:
-            parts.append(f"![{about['title']}]({paper.picture})")
+        if hasattr(paper, "PICTURE"):
+            parts.append(f"![{about['title']}]({paper.PICTURE})")
     head = [
         INTRODUCTION,
         "## Which goals are met?",
@@ -110,37 +105,25 @@ def text() -> str:
     return "\n\n".join([*head, *parts, *tail]) + "\n"
 
 
-def terminal(name: str, rows: list[results.Row]) -> str:
-    """The same tables for the terminal."""
-    return "\n\n".join(tables(name, rows))
-
-
 def tables(name: str, rows: list[results.Row]) -> list[str]:
-    """The paragraphs and tables of a paper, and a line for each row that failed."""
+    """The paragraphs and tables of a paper."""
     good = [row for row in rows if row["status"] == "ok"]
-    failed = [
-        f"- {', '.join(str(row[part]) for part in PAPERS[name].key)}: "
-        f"{row['status'].splitlines()[-1]}"
-        for row in rows
-        if row not in good
-    ]
-    found = PAPERS[name].section()(good, published()[name]) if good else []
-    return [*found, *failed]
+    return PAPERS[name].section(good, published()[name]) if good else []
 
 
 def verdicts(name: str, rows: list[results.Row]) -> list[Judged]:
     """The goals that the rows of a paper say something about."""
     good = [row for row in rows if row["status"] == "ok"]
-    return [each for each in PAPERS[name].verdicts()(good, published()[name]) if each.cases]
+    return [each for each in PAPERS[name].verdicts(good, published()[name]) if each.cases]
 
 
 def write() -> None:
     """Write the page and its pictures."""
     PAGE.write_text(text())
     for name, paper in PAPERS.items():
-        rows = results.read(results.path_of(name))["rows"]
-        if rows and paper.picture:
-            paper.draw()(rows, published()[name], PAGE.parent / paper.picture)
+        if hasattr(paper, "PICTURE"):
+            rows = results.read(results.path_of(name))["rows"]
+            paper.draw(rows, published()[name], PAGE.parent / paper.PICTURE)
 
 
 def _context(name: str, document: dict[str, Any], about: dict[str, Any]) -> str:
@@ -159,10 +142,3 @@ def _context(name: str, document: dict[str, Any], about: dict[str, Any]) -> str:
 def _short(cpu: str) -> str:
     """A processor's name without what all of its maker's have."""
     return cpu.replace("(R)", "").removesuffix(" Processor")
-
-
-def table(lines: list[list[str]]) -> str:
-    """A Markdown table; the first line is the head."""
-    head, *rest = lines
-    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rest]]
-    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])

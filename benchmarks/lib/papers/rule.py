@@ -146,3 +146,30 @@ def interval(tried: Sequence[Row], budget: float, own: int = 1) -> Interval:
     least = max([least, *(cost.every + 1 for cost in costs if cost.taken < cost.due)])
     share = last.of_one / least
     return Interval(least, share, least == last.every and last.taken == last.due, last)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A goal, and its cases: a name, and one of WORDS."""
+
+    goal: str
+    cases: Sequence[tuple[str, str]]
+
+    @property
+    def line(self) -> list[str]:
+        """The line of the table of goals."""
+        by: dict[str, str] = {}
+        for word in WORDS:
+            names = [name for name, found in self.cases if found == word]
+            is_all = len(names) == len(self.cases) > 2
+            by[word] = f"all {len(names)}" if is_all else ", ".join(names)
+        none = [f"{word}: {by[word]}" for word in WORDS[2:] if by[word]]
+        missed = f"**{by['missed']}**" if by["missed"] else "-"
+        return [self.goal, by["met"] or "-", missed, "; ".join(none) or "-"]
+
+
+def table(lines: list[list[str]]) -> str:
+    """A Markdown table; the first line is the head."""
+    head, *rest = lines
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rest]]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])

@@ -67,7 +67,8 @@ class TorchRanks:
     restless = False
 
     def __init__(self, backend: str) -> None:
-        dist.init_process_group(backend)
+        if not dist.is_initialized():
+            dist.init_process_group(backend)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @staticmethod

@@ -44,9 +44,12 @@ class Trainer:
             torch.cuda.set_device(0)  # all ranks share one GPU
         self.ranks = LAUNCHERS[setting.launcher](setting.backend)
         check_world(self.ranks, setting.world)
-        self.workload = models.build(setting.model, setting.batch, self.device)
-        optimizer = self.workload.optimizer(self.workload.model.parameters())
-        self.model, self.optimizer = self.ranks.distribute(self.workload.model, optimizer)
+        kind, made = models.made(setting.model)
+        self.module = made.to(self.device)
+        inputs = [part.to(self.device) for part in kind.batch_of(0)]
+        self.loss = lambda: kind.loss(self.model, *inputs)
+        optimizer = kind.optimizer(self.module.parameters())
+        self.model, self.optimizer = self.ranks.distribute(self.module, optimizer)
         # The base class takes no checkpoints: blocks before `attach` are training alone.
         self.method: Method = Method()
         self.version = 0
@@ -63,19 +66,20 @@ class Trainer:
         self.unmarked = False
         job = Job(
             model=self.model,
-            module=self.workload.model,
+            module=self.module,
             optimizer=self.optimizer,
             directory=Path(setting.directory),
             memory=Path(setting.memory),
             rank=self.ranks.rank,
             world=self.ranks.world,
             device=self.device,
+            launcher=setting.launcher,
         )
         self.method.setup(job)
 
     def state_bytes(self) -> int:
         """Bytes of model and optimizer state: the payload of a checkpoint."""
-        tensors = list(self.workload.model.state_dict().values())
+        tensors = list(self.module.state_dict().values())
         for slots in self.optimizer.state.values():
             tensors += [value for value in slots.values() if isinstance(value, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -89,7 +93,7 @@ class Trainer:
         if self.unmarked and self.marking:
             self._timed_boundary(due)
         self.optimizer.zero_grad()
-        torch.autograd.backward(self.workload.loss(self.model))
+        torch.autograd.backward(self.loss())
         self._timed_wait()
         self.optimizer.step()
         self.version += 1

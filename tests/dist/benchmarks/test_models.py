@@ -39,10 +39,12 @@ def residual(models: Any) -> nn.Module:
 
 
 def narrow(models: Any) -> dict[str, Any]:
-    """Maker and sample by name: smaller ones than the benchmark's, which would take minutes."""
+    """Models by name: smaller ones than the benchmark's, which would take minutes."""
     return {
-        "resnet18": (partial(residual, models), models._images(16)),
-        "gpt2": (lambda: models.Transformer(2, 128, 600, 32), models._words(600, 16)),
+        "resnet18": models.Model("", partial(residual, models), models.images(16), 4),
+        "gpt2": models.Model(
+            "", lambda: models.Transformer(2, 128, 600, 32), models.tokens(16, 600), 4
+        ),
     }
 
 
@@ -53,11 +55,11 @@ def built(name: str) -> tuple[Job, Callable[[], torch.Tensor]]:
         models = importlib.import_module("lib.models")
         for module in ("lib", "lib.models"):
             patch.delitem(sys.modules, module)  # no name to leave to others
-        patch.setattr(models, "_MODELS", narrow(models))
-        workload = models.build(name, 4, torch.device("cpu"))
-    model = DistributedDataParallel(workload.model)
+        patch.setattr(models, "MODELS", narrow(models))
+        kind, module = models.made(name)
+    model = DistributedDataParallel(module)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Job(model, [optimizer]), partial(workload.loss, model)
+    return Job(model, [optimizer]), partial(kind.loss, model, *kind.batch_of(0))
 
 
 def trained(job: Job, loss_of: Callable[[], torch.Tensor], step: Callable[[], None]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,13 @@ import pytest
 @pytest.fixture
 def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
     """The benchmark's modules."""
-    names = ("report", "runs", "killed_job")
+    names = ("runs", "course", "jobs")
     return argparse.Namespace(**{n: benchmark_module(f"lib.goodput.{n}") for n in names})
 
 
 def course(modules: argparse.Namespace, *lines: tuple[int, int, float, bool], **more: Any) -> Any:
-    steps = [modules.killed_job.Step(*line) for line in lines]
-    return modules.killed_job.Course(110.0, steps, **more)
+    steps = [modules.course.Step(*line) for line in lines]
+    return modules.course.Course(110.0, steps, **more)
 
 
 def test_steps_that_were_made_again_count_once(modules: argparse.Namespace) -> None:
@@ -60,71 +62,45 @@ def test_failures_are_the_same_for_every_method_and_as_many_as_asked_for(
     assert sum(gap < 10 for gap in gaps) / len(gaps) == pytest.approx(1 - 1 / math.e, abs=0.02)
 
 
-def result(modules: argparse.Namespace, method: str, mtbf: float, useful: int) -> Any:
-    return modules.runs.Result(
-        method, method, mtbf, 3, 0.01, step_seconds=0.1, wall_seconds=100.0, useful_steps=useful
-    )
-
-
-def test_the_targets_are_judged_rate_by_rate(modules: argparse.Namespace) -> None:
-    rows = [
-        result(modules, "ours", 60.0, 960),
-        result(modules, "torch-save", 60.0, 500),
-        result(modules, "ours", 10.0, 700),
-        result(modules, "torch-save", 10.0, 710),
-    ]
-    assert rows[0].goodput == pytest.approx(0.96)
-    said = modules.report.verdicts(rows)
-    titles = ["MISSED", "met", "met", "not measured", "not measured"]
-    assert [line.split(":")[0] for line in said] == titles
-    assert "10 s (70.0 %, the next best 71.0 %)" in said[0]
-    rows[0].useful_steps = 940
-    target = "Tierckpt, memory and local: 95 % at a failure every 60 s"
-    assert f"MISSED: {target} (94.0 %)" in modules.report.verdicts(rows)
-    assert f"not measured: {target} (--mtbf 60)" in modules.report.verdicts(rows[2:])
-
-
-def test_the_shim_has_targets_of_its_own(modules: argparse.Namespace) -> None:
-    """It is no other method that Tierckpt must be better than, either."""
-    rows = [
-        result(modules, "ours", 10.0, 700),
-        result(modules, "ours-run", 10.0, 960),
-        result(modules, "ours-run", 60.0, 994),
-    ]
-    said = modules.report.verdicts(rows)
-    assert said[1:] == [
-        "met: Tierckpt, tierckpt run: 95 % at a failure every 10 s (96.0 %)",
-        "MISSED: Tierckpt, tierckpt run: 99.5 % at a failure every 60 s (99.4 %)",
-    ]
-
-
 def test_methods_with_a_launcher_are_launched(modules: argparse.Namespace) -> None:
-    runners = {name: modules.runs.runner(name).__module__ for name in modules.runs.RESUMABLE}
-    launched = [name for name, module in runners.items() if module.endswith("launched_job")]
-    assert launched == ["ours-torchrun", "ours-run"]
+    plan = modules.jobs.Plan
+
+    def starter(method: str) -> str:
+        return str(modules.jobs.starter_of(plan("toy", method, 2, 1, 1, "", "")).__name__)
+
+    assert [starter(name) for name in ("ours-torchrun", "ours-run")] == ["Launched"] * 2
+    assert [starter(name) for name in ("ours", "torch-save", "nothing")] == ["Forks"] * 3
+    assert starter("hvd-elastic") == "Relayed"
 
 
-def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.Namespace) -> None:
-    """A kill makes no training faster: the machine's pace was another one meanwhile."""
-    rows = [
-        result(modules, "ours", 60.0, 1110),
-        result(modules, "torch-save", 60.0, 900),
-        result(modules, "ours", 10.0, 700),
-        result(modules, "torch-save", 10.0, 1010),
-        result(modules, "ours", 30.0, 900),
-        result(modules, "torch-save", 30.0, 800),
+def test_the_log_of_a_killed_job_gives_its_steps(
+    modules: argparse.Namespace, tmp_path: Path
+) -> None:
+    """The second start goes on from the first step."""
+    plan = modules.jobs.Plan("toy", "ours", 2, 9, 1, str(tmp_path), "")
+    lines = [
+        {"begun": 1.0, "restored": 2.0, "resumed_from": 0},
+        {"step": 1, "end": 3.0},
+        {"step": 2, "end": 4.0},
+        {"begun": 5.0, "restored": 6.0, "resumed_from": 1},
+        {"step": 2, "end": 7.0},
+        {"stall": 0.25},
     ]
-    noise = modules.report.NOISE
-    said = modules.report.verdicts(rows)
-    assert [line.split(":")[0] for line in said] == [
-        *("not judged", "met", "not judged", "not judged"),
-        *["not measured"] * 2,
+    plan.log_of(0).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    step = modules.course.Step
+    assert modules.course.steps_of(plan) == [
+        step(0, 0, 2.0, True),
+        step(0, 1, 3.0),
+        step(0, 2, 4.0),
+        step(1, 1, 6.0, True),
+        step(1, 2, 7.0),
     ]
-    assert "every 10 s: torch-save" in said[0]
-    assert said[3] == f"{noise} (Tierckpt, memory and local: 95 % at a failure every 60 s)"
-    shown = modules.report.table(rows)
-    assert shown.count(noise) == 2
-    assert "111.0 %" not in shown
+    assert modules.course.stall_of(plan) == 0.25
+
+
+def test_goodput_is_useful_steps_at_the_undisturbed_pace(modules: argparse.Namespace) -> None:
+    row = modules.runs.Result("ours", "", 60.0, 3, 0.01, 0.1, wall_seconds=100.0, useful_steps=960)
+    assert row.goodput == pytest.approx(0.96)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from lib.methods.shared_store import BYTES_PER_SECOND, FLUSHED_OF
+from lib.methods.alternatives import BYTES_PER_SECOND
+from lib.methods.ours import FLUSHED_OF
 from lib.papers import results
 from lib.papers.models import MODELS
 from lib.papers.results import Row

@@ -1,13 +1,169 @@
-"""The tables of SCR-Exa's experiment from rows."""
+"""SCR-Exa's experiment: one checkpoint an epoch, over ranks, DDP and Horovod.
+
+An epoch has a few steps here. *Root checkpointing* writes to one shared parallel file system with
+simulated bandwidth; ours takes each version to memory, or to local
+disk, or flushes one of ten. More ranks than the machine holds are simulated (`scale`). Then jobs
+that are killed every ten epochs: as a whole (`restarts`), or one of their nodes (`spares`). Their
+logs are compared with that of an undisturbed job.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lib.papers.page import LAUNCHERS, Judged, table
+from lib.files import SHARED_MEMORY, temporary
+from lib.jobs.plan import Plan, figures_of
+from lib.jobs.processes import Processes
+from lib.jobs.restarts import restarted
+from lib.methods.alternatives import BYTES_PER_SECOND
+from lib.methods.ours import FLUSHED_OF
+from lib.methods.registry import METHODS
+from lib.methods.resumable import RESUMABLE
+from lib.models import OF_PAPERS
+from lib.papers import scr_exa_spares
+from lib.papers.frequency import Frequency, attached
+from lib.papers.models import MODELS
 from lib.papers.results import Row
-from lib.papers.rule import cost_of
+from lib.papers.rule import Judged, cost_of, table
+from lib.papers.scr_exa_scale import WORLDS, simulated
+from lib.training.launchers import LAUNCHERS
+
+CHOICES = {
+    "models": ("resnet50", "edsr"),
+    "launchers": ("torchrun", "horovod"),
+    "methods": ("root-shared", "ours-memory", "ours-local", "ours-flushed", "ours-xor"),
+    "parts": ("epochs", "restarts", "spares", "scale"),
+    "worlds": ("1", "2", "4", "8"),
+    "epochs": ("4",),
+}
+TOY = {
+    "models": ("edsr-toy",),
+    "launchers": ("torchrun",),
+    "methods": ("ours-flushed",),
+    "parts": ("epochs",),
+    "worlds": ("2",),
+}
+KEY = ("model", "part", "launcher", "world", "method", "epoch_steps")
+SHORT = {"torchrun": "DDP", "horovod": "Horovod"}
+EPOCH = 4
+"""Steps of an epoch in jobs that are killed."""
+BETWEEN = 10
+"""Epochs between two failures, which come in the middle of an epoch."""
+COLD_RESTARTS = 2
+NODES, SPARES = 8, 4
+OF_PARTS = {
+    "epochs": ("root-shared", "ours-memory", "ours-local", "ours-flushed"),
+    "restarts": ("root-shared", "ours-memory", "ours-local"),
+    "spares": ("root-shared", "ours-xor"),
+    "scale": ("root-shared", "ours-flushed"),
+}
+"""The methods of each part."""
+
+
+def keys(options: argparse.Namespace) -> Iterator[Row]:
+    """What identifies each row. Those of `scale` are simulated from the others."""
+    for model in options.models:
+        for launcher in options.launchers:
+            jobs = [
+                *(("epochs", int(w), int(e)) for e in options.epochs for w in options.worlds),
+                ("restarts", 2, EPOCH),
+                ("spares", 2 if options.toy else NODES, EPOCH),
+                *(("scale", world, 0) for world in WORLDS),
+            ]
+            for part, world, steps in jobs:
+                if part not in options.parts or (part, launcher) == ("spares", "horovod"):
+                    continue
+                for method in OF_PARTS[part]:
+                    if method in options.methods:
+                        yield {
+                            "model": model,
+                            "part": part,
+                            "launcher": launcher,
+                            "world": world,
+                            "method": method,
+                            "epoch_steps": steps,
+                        }
+
+
+def missing(options: argparse.Namespace) -> list[str | None]:
+    """Why the chosen rows cannot be measured here, besides models."""
+    return [LAUNCHERS[launcher].missing() for launcher in options.launchers]
+
+
+def measure(options: argparse.Namespace, key: Row) -> Row:
+    """Measure a row."""
+    part, model = key["part"], MODELS[key["model"]]
+    is_killed = part in ("restarts", "spares")
+    method = (RESUMABLE if is_killed else METHODS[key["launcher"]])[key["method"]]
+    about = {"title": model.title, "batch": model.shape, "method_title": method.title}
+    how = {
+        "epochs": _epochs,
+        "restarts": _restarts,
+        "spares": _spares,
+        "scale": simulated,
+    }
+    return {**about, **how[part](options, key)}
+
+
+def _epochs(options: argparse.Namespace, key: Row) -> Row:
+    epochs = 2 if options.toy else FLUSHED_OF
+    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+        places = (_made(folder / "files"), memory)
+        started = attached(
+            *(key["method"], key["launcher"], key["model"], key["world"]), places, options.timeout
+        )
+        with started as (team, size):
+            frequency = Frequency(team, options.rounds)
+            frequency.at(1, rounds=1, checkpoints=2)
+            found = frequency.at(key["epoch_steps"], checkpoints=epochs)
+            return {"store_bytes_per_second": BYTES_PER_SECOND, "state_bytes": size, **found}
+
+
+def _restarts(options: argparse.Namespace, key: Row) -> Row:
+    def lose(job: Processes) -> None:
+        if key["method"] != "ours-memory":
+            job.lose_memory()
+
+    with _plan(options, key, 1 if options.toy else COLD_RESTARTS) as plan:
+        plan = replace(plan, killed_at=plan.held_at, held_at=())
+        starts, losses = restarted(plan, options.timeout, lose)
+        return {**losses, **figures_of(starts)}
+
+
+def _spares(options: argparse.Namespace, key: Row) -> Row:
+    count = 1 if options.toy else SPARES
+    with _plan(options, key, count) as plan:
+        return scr_exa_spares.measure(plan, count, options.timeout)
+
+
+@contextmanager
+def _plan(options: argparse.Namespace, key: Row, count: int) -> Iterator[Plan]:
+    """A job with so many failures. It ends as many epochs after its last one as lie between two."""
+    epochs = 2 if options.toy else BETWEEN
+    failures = [number * epochs * EPOCH + EPOCH // 2 for number in range(1, count + 1)]
+    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
+        yield Plan(
+            OF_PAPERS + key["model"],
+            key["method"],
+            key["world"],
+            failures[-1] + failures[0] - EPOCH,
+            EPOCH,
+            str(folder / "job"),
+            str(memory / "job"),
+            key["launcher"],
+            held_at=tuple(failures),
+        )
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
 
 GOAL = 0.01
 """The overhead that ours is to have at most."""
@@ -26,13 +182,13 @@ def section(rows: list[Row], published: dict[str, Any]) -> list[str]:
     }
     parts = []
     if epochs := of_parts["epochs"]:
-        parts += _epochs(epochs)
+        parts += _epochs_text(epochs)
     if scale := of_parts["scale"]:
         parts += _scale(scale, published)
     if restarts := of_parts["restarts"]:
-        parts += _restarts(restarts)
+        parts += _restarts_text(restarts)
     if spares := of_parts["spares"]:
-        parts += _spares(spares)
+        parts += _spares_text(spares)
     return parts
 
 
@@ -63,14 +219,14 @@ def verdicts(rows: list[Row], published: dict[str, Any]) -> Iterator[Judged]:
         own = [r for r in rows if r["part"] == part and r["method"].startswith("ours")]
         kept: dict[str, bool] = {}
         for row in own:
-            name = f"{row['title'].split()[0]} {LAUNCHERS[row['launcher']]}"
+            name = f"{row['title'].split()[0]} {SHORT[row['launcher']]}"
             survived = row.get("survived", 0) == len(row.get("lost_at", ()))
             kept[name] = kept.get(name, True) and survived and not row["losses_differing"]
         cases = [(name, "met" if is_kept else "missed") for name, is_kept in kept.items()]
         yield Judged(f"SCR-Exa: {goal}, all losses bit for bit", cases)
 
 
-def _epochs(rows: list[Row]) -> list[str]:
+def _epochs_text(rows: list[Row]) -> list[str]:
     worlds = sorted({row["world"] for row in rows})
     store = rows[0]["store_bytes_per_second"] / 1e6
     head = ["of an epoch", "method"]
@@ -121,7 +277,7 @@ def _simulated(by: dict[int, Row], worlds: list[int]) -> list[str]:
     mark = "~" if last["is_cpu_alone"] else ""
     restores = [by[world]["restore_seconds"] if world in by else None for world in (8, worlds[-1])]
     return [
-        *(f"{last['title']}, {LAUNCHERS[last['launcher']]}", _bold(last)),
+        *(f"{last['title']}, {SHORT[last['launcher']]}", _bold(last)),
         f"{mark}{1e3 * last['version_seconds']:.0f}",
         *(_percent(by[world]["overhead"]) if world in by else "-" for world in worlds),
         f"{last['rank_bytes'] / 1e6:,.2f}",
@@ -147,7 +303,7 @@ def _lines(rows: list[Row], worlds: list[int]) -> list[list[str]]:
     for (title, launcher, steps), methods in _groups(rows).items():
         measured = [r for by in methods.values() for r in by.values()]
         size = max(row["state_bytes"] for row in measured)
-        who = f"{title}, {size / 1e6:,.0f} MB, {LAUNCHERS[launcher]}, {steps} steps"
+        who = f"{title}, {size / 1e6:,.0f} MB, {SHORT[launcher]}, {steps} steps"
         lines.append([who, "an epoch alone", *_plain(measured, worlds)])
         for by in methods.values():
             cells = [cost_of(by[world]).text if world in by else "-" for world in worlds]
@@ -167,7 +323,7 @@ def _plain(measured: list[Row], worlds: list[int]) -> list[str]:
 
 
 def _place(row: Row) -> str:
-    launcher = LAUNCHERS[row["launcher"]]
+    launcher = SHORT[row["launcher"]]
     return f"{row['title'].split()[0]} {launcher} x {row['world']}, {row['epoch_steps']} steps"
 
 
@@ -181,10 +337,10 @@ def _losses(row: Row) -> str:
     return f"all {row['losses_compared']:,} equal"
 
 
-def _restarts(rows: list[Row]) -> list[str]:
+def _restarts_text(rows: list[Row]) -> list[str]:
     jobs: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        who = f"{row['title']}, {LAUNCHERS[row['launcher']]}"
+        who = f"{row['title']}, {SHORT[row['launcher']]}"
         jobs.setdefault((who, _losses(row)), {})[row["method"]] = row
     lines = [
         [who, *(_load(by.get(method)) for method in _RESTARTED), losses]
@@ -209,7 +365,7 @@ def _load(row: Row | None) -> str:
     return f"{row['load_seconds']:.2f}; {row['back_seconds']:.2f}" if row else "-"
 
 
-def _spares(rows: list[Row]) -> list[str]:
+def _spares_text(rows: list[Row]) -> list[str]:
     first = rows[0]
     return [
         f"**Lost nodes**: {first['world']} nodes and {first.get('spares', '')} spares "

@@ -1,4 +1,4 @@
-"""The job of killed_rank.py under the in-process wrapper of NVIDIA's Resiliency Extension.
+"""One rank of a job under the in-process wrapper of NVIDIA's Resiliency Extension.
 
 Survivors call the training function again in the same process. The place of a killed rank is taken
 by a reserve rank, a process that has imported everything and waits. The wrapper looks at
@@ -6,40 +6,36 @@ annotations, so they are not strings here.
 """
 
 import datetime
-import json
 import os
 import sys
 import time
-from typing import Any
 
 import nvidia_resiliency_ext.inprocess as inprocess
-import torch
 import torch.distributed as dist
 
 import ddp_ckpt  # noqa: F401
-from lib.restart.killed_rank import train
+from lib import models
+from lib.jobs.plan import Plan
+from lib.jobs.rank import train
+from lib.methods.method import Method
+from lib.training.launchers import TorchRanks
 
 INTERVAL = datetime.timedelta(seconds=0.1)
 """As torchrun's monitor interval here; the default of each is a second."""
 
 
 def main() -> None:
-    plan: dict[str, Any] = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    opened: list[Any] = []
-    port = int(os.environ["MASTER_PORT"])
-    stores = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        port,
-        int(os.environ["WORLD_SIZE"]),
-        os.environ["RANK"] == "0",
-        multi_tenant=True,
-    )
+    plan = Plan.of_json(sys.argv[1])
+    models.preload(plan.model)
+    opened: list[Method] = []
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    size, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
+    stores = dist.TCPStore(host, port, size, is_first, multi_tenant=True)  # type: ignore[attr-defined]
 
     @inprocess.Wrapper(  # type: ignore[untyped-decorator]
         store_kwargs={"port": port + 1},
         rank_assignment=inprocess.Compose(
-            inprocess.rank_assignment.MaxActiveWorldSize(plan["world"]),
+            inprocess.rank_assignment.MaxActiveWorldSize(plan.world),
             inprocess.rank_assignment.ShiftRanks(),
         ),
         monitor_thread_interval=INTERVAL,
@@ -48,17 +44,16 @@ def main() -> None:
         last_call_wait=INTERVAL,
     )
     def run(wrapper: inprocess.CallWrapper = None) -> None:  # type: ignore[assignment]
-        marks = {"begun": time.time()}
+        moments = dict.fromkeys(("begun", "imported"), time.time())
         while opened:  # not in a `finally`, which the wrapper's exception may interrupt
-            opened.pop().abandon()
-        marks["imported"] = marks["begun"]
+            opened.pop().close()
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(str(wrapper.iteration), stores),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        train(plan, marks, opened)
+        train(plan, TorchRanks("gloo"), moments, opened=opened)
         os._exit(0)
 
     run()

@@ -1,0 +1,1 @@
+"""Jobs of real processes that are killed, start again and resume: their ranks, launchers, logs."""

@@ -1,1 +1,0 @@
-"""The runs of restart.py, their ranks, and the ways to restart."""

@@ -1,1 +1,0 @@
-"""The run, the options and the results file of stall.py."""
