@@ -6,7 +6,7 @@
 Two ranks train with automatic intervals on memory, local and persistent. The same processes make
 plain steps with a loop that calls no boundary: half of them before a block, half after all its
 work is done. Steps until then are in the block's wake, and their extra time is charged to the
-block. The first steps (`--learning`) do not count. In the last case the persistent level takes 20
+block. The first steps, to learn, do not count. In the last case the persistent level takes 20
 MB/s a node.
 
 overhead     excess time of a block's steps and wake, as a share: over the rounds, and its 95 %
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from lib import machine, models
+from lib import machine
 from lib.figures import Spread, spread, wall_seconds
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
 from lib.methods.method import Setting
@@ -39,6 +39,8 @@ from lib.training.teams import Team, TeamError
 LEVELS = ("memory", "local", "persistent")
 WAKE_STEPS, MAX_WAKE_STEPS = 10, 2000
 """Steps made at a time until the work of a block is done, and the limit of such steps."""
+LIMIT_SECONDS = 600.0
+"""For one block."""
 SLOW_BYTES = 20e6
 """Bytes per second and node to a slow persistent level."""
 
@@ -143,7 +145,7 @@ class Bench:
             directory=str(folder),
             memory=str(memory),
         )
-        team = Team(setting, self.options.timeout, self.disk / f"{name}.log")
+        team = Team(setting, LIMIT_SECONDS, self.disk / f"{name}.log")
         stack.callback(team.end_close)
         stack.callback(team.begin_close)
         return team, team.ready()
@@ -155,36 +157,23 @@ def _taken(folder: Path) -> dict[str, float]:
     return {level: mean(each.get(level, 0) for each in counts) for level in LEVELS}
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
     parser = parser_of(
         __doc__,
         toy="1.5 MB of state, one budget",
         place="folder on the disk to measure, must exist",
     )
     parser.add_argument("--budgets", default="0.01,0.03,0.1", help="fractions of the time")
-    parser.add_argument("--model", choices=models.NAMES, help="default: linear, with --toy toy")
-    parser.add_argument("--learning", type=int, help="steps before the first round; default 300")
-    parser.add_argument("--steps", type=int, help="of a round; default 100")
     parser.add_argument("--rounds", type=int, help="default 8, toy 1")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one block")
     options = parser.parse_args()
-    options.budgets = [float(each) for each in options.budgets.split(",")]
-    if options.toy:
-        options.budgets = options.budgets[:1]
-    options.model = options.model or ("toy" if options.toy else "linear")
-    options.learning = options.learning or (40 if options.toy else 300)
-    options.steps = options.steps or (40 if options.toy else 100)
-    options.rounds = options.rounds or (1 if options.toy else 8)
-    return options
-
-
-def main() -> None:
-    options = arguments()
-    clean_up_when_terminated()
-    cases = [Case(budget, False) for budget in options.budgets]
+    budgets = [float(each) for each in options.budgets.split(",")]
+    cases = [Case(budget, slow=False) for budget in budgets[: 1 if options.toy else None]]
     if not options.toy:
-        cases.append(Case(options.budgets[len(options.budgets) // 2], True))
+        cases.append(Case(budgets[len(budgets) // 2], slow=True))
+    options.model = "toy" if options.toy else "linear"
+    options.learning, options.steps = (40, 40) if options.toy else (300, 100)
+    options.rounds = options.rounds or (1 if options.toy else 8)
+    clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
     with temporary(parent) as disk, temporary(SHARED_MEMORY) as memory:
         about = machine.description(disk)

@@ -13,19 +13,17 @@ torch-save     rank 0 saves with fsync, all wait; every rank reads the file
 dcp-thread     DCP's `async_save` as in its tutorial; `dcp.load`. The training does not wait for it
 hvd-elastic    Horovod's elastic state and launcher, with a spare host always; the survivor's memory
 ours           Tierckpt: memory, and local once a minute; resumes from memory
-ours-torchrun  the same under torchrun, which starts new processes
 ours-run       the same under torchrun and `tierckpt run`
 
 Ranks are forked from a process that has imported torch and made the model, so start-up does not
-count, except in the last two; meeting, finding, reading and loading the state count. After a
+count, except in the last one; meeting, finding, reading and loading the state count. After a
 death all ranks start again. A starting rank is killed as soon as it runs. DCP's daemon process is
 left out: it imports torch in each run.
 
-Each method has the best interval for its cost of a version, by Daly's formula. The cost is
-`--cost`, or the median of `--rounds` pairs of blocks with and without versions, and at least the
-stall that the method reports. If it leads to an interval below `--every`, it is measured again
-there, and the larger figure counts. `ours-torchrun` and `ours-run` have the cost and pace of
-`ours`.
+Each method has the best interval for its cost of a version, by Daly's formula. The cost is the
+median of `--rounds` pairs of blocks with and without versions, and at least the
+stall that the method reports. If it leads to an interval below 5 steps, it is measured again
+there, and the larger figure counts. `ours-run` has the cost and pace of `ours`.
 
 every_steps   steps a version        back_seconds  from a SIGKILL to the end of the next step
 cost_seconds  wall time a version    made_steps    with those that were repeated
@@ -43,11 +41,11 @@ from typing import Any
 
 from lib import machine, models
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from lib.goodput.runs import ELASTIC, Bench, Result, everything
+from lib.goodput.runs import ELASTIC, RUN, Bench, Result, everything
 from lib.report import publish
 from lib.terminal import parser_of
 
-METHODS = ("torch-save", "dcp-thread", ELASTIC, "ours", "ours-torchrun", "ours-run")
+METHODS = ("torch-save", "dcp-thread", ELASTIC, "ours", RUN)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment variables that torch and numpy read when they are imported."""
 
@@ -57,21 +55,15 @@ def arguments() -> argparse.Namespace:
     parser = parser_of(
         __doc__, toy="1.5 MB of state, half a minute", place="folder on the disk to use, must exist"
     )
-    parser.add_argument("--model", choices=models.NAMES, help="default: linear, toy: toy")
-    parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--mtbf", help="mean seconds between failures; default 10,30,60, toy 4")
     parser.add_argument("--failures", type=int, help="failures for each method; default 6, toy 2")
     parser.add_argument("--methods", help="names, separated by commas; default: all")
     parser.add_argument("--steps", type=int, help="timed steps to measure the cost of a version")
-    parser.add_argument("--every", type=int, default=5, help="steps per version there")
     parser.add_argument("--rounds", type=int, help="rounds there; default 3, toy 1")
-    text = "cost of a version, known from a quiet machine; default: measured"
-    parser.add_argument("--cost", type=float, metavar="SECONDS", help=text)
     parser.add_argument("--seed", type=int, default=1, help="seed of the random failures")
-    parser.add_argument("--patience", type=float, default=300.0, help="seconds for one block")
     options = parser.parse_args()
     toy = options.toy
-    options.model = options.model or ("toy" if toy else "linear")
+    options.model = "toy" if toy else "linear"
     options.mtbf = [float(x) for x in (options.mtbf or ("4" if toy else "10,30,60")).split(",")]
     options.failures = options.failures or (2 if toy else 6)
     options.steps = options.steps or (20 if toy else 40)

@@ -20,7 +20,7 @@ overlap        as in the OSU micro-benchmarks: 1 - (time of both together - time
 bare_overlap   overlap of the bare bytes on the cables: the limit, as the training's cores also
                shape the cables and serve the sockets
 
-*all_levels* trains two ranks, each a node and the other's partner; every `--every`-th version
+*all_levels* trains two ranks, each a node and the other's partner; every 32nd version
 goes to all levels, and plain steps before and after are the comparison. docs/figures.md has the
 targets.
 """
@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
-from lib import machine, models
+from lib import machine
 from lib.figures import wall_seconds
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
 from lib.levels.figures import AllLevels, Block, Row, Sample, Work
@@ -201,26 +201,19 @@ def arguments() -> argparse.Namespace:
         toy="4 MiB shards, some 20 seconds",
         place="folder on the disk to measure, must exist",
     )
-    parser.add_argument("--shard-mb", type=int, help="size of a node's shard; default 64, toy 4")
     parser.add_argument(
         "--levels", default=",".join(NAMES), help=f"some of {','.join(NAMES)}; default: all of them"
     )
     parser.add_argument(
         "--link-mbit", type=int, default=100, help="of each node's cable, each way; 0: no limit"
     )
-    parser.add_argument("--model", choices=models.NAMES, help="default: linear, with --toy toy")
-    parser.add_argument("--every", type=int, help="steps between versions to all levels")
-    parser.add_argument("--steps", type=int, help="steps of a block with them; default 2 versions")
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
     options = parser.parse_args()
     options.levels = options.levels.split(",")
     if strange := sorted(set(options.levels) - set(NAMES)):
         parser.error(f"--levels: {strange[0]!r} is none of {', '.join(NAMES)}")
-    options.shard_mb = options.shard_mb or (4 if options.toy else 64)
-    options.model = options.model or ("toy" if options.toy else "linear")
-    options.every = options.every or 32
-    options.steps = options.steps or 2 * options.every
+    options.shard_mb, options.model = (4, "toy") if options.toy else (64, "linear")
+    options.every, options.steps, options.timeout = 32, 64, 300.0
     options.rounds = options.rounds or (1 if options.toy else 5)
     return options
 

@@ -11,24 +11,17 @@ The store and slots are real, too. Figures of the results file:
 
 settings, groups          comparing all ranks' settings; planning the redundancy groups
 meeting, agent            all agents meet at a run's start; what one is told, its connections
-own_inventory             looking at the own node's slots and files
-inventories               exchanging all of them: time, bytes, memory
+inventories               exchanging those of all nodes: time, bytes
 plan_*                    plan of a restart: memory, a lost node, persistent with half the ranks
-                          and with 3
 history                   a restart's questions about the versions found
 layout                    dividing 1,200 tensors of 10 MB
 flush_first/last_node     flush of a node's shards, and its requests; the last writes the manifest
-rank0_inventory, open_shard, list, verify, retire   work on the version there
+open_shard, list, verify, retire   work on the version there
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stdout
@@ -38,6 +31,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from lib.files import temporary
 from lib.machine import description
 from lib.many_ranks.picture import Figures, plot
 from lib.many_ranks.stand_ins import (
@@ -60,19 +54,16 @@ from lib.terminal import parser_of
 from tierckpt import _process
 from tierckpt.agent.protocol import packets_of
 from tierckpt.cli.main import main as tierckpt
-from tierckpt.config import PersistentConfig, RetentionPolicy, load_config
+from tierckpt.config import load_config
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peers import Groups, PeerSetup
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings
 from tierckpt.core.decisions import Vote
 from tierckpt.core.restore_plan import Found, plan_restore
-from tierckpt.core.retention import retirable
+from tierckpt.core.retention import RetentionPolicy, retirable
 from tierckpt.erasure.groups import Scheme, plan_groups
 from tierckpt.format.ids import VersionId
 from tierckpt.format.layout import TensorSpec, plan_layout
-from tierckpt.format.records import VersionManifest
-from tierckpt.format.shard_file import encode_header
-from tierckpt.storage.inventory import look_at_persistent
 from tierckpt.storage.persistent import PersistentStore, ShardSource
 
 WORLDS = (2, 64, 1024, 4096, 16384)
@@ -113,14 +104,14 @@ class World:
                 yield trouble, replace(settings, where=where, starters=(f"{rank // 8:032x}",))
 
         group: Any = OneOfMany(self.ranks, others)
-        _, cost = measure(lambda: agree_on_settings({}, None, group))
-        seconds = cost.seconds - group.outside_seconds
+        _, seconds = measure(lambda: agree_on_settings({}, None, group))
+        seconds -= group.outside_seconds
         self._note("settings", seconds=seconds, received_bytes=group.received_bytes)
         if self.ranks > NODE_RANKS:
             scheme = Scheme.parse("rs 4+2" if self.ranks >= 64 * 6 else "partner")
             domains = [f"node{rank // NODE_RANKS:05d}" for rank in range(self.ranks)]
-            groups, cost = measure(lambda: plan_groups(domains, scheme))
-            self._note("groups", seconds=cost.seconds)
+            groups, seconds = measure(lambda: plan_groups(domains, scheme))
+            self._note("groups", seconds=seconds)
             self._meeting(domains, groups)
 
     def _meeting(self, hosts: Sequence[str], groups: Groups) -> None:
@@ -139,9 +130,9 @@ class World:
         nodes = JobTopology(tuple(hosts), tuple(hosts), tuple(hosts))
         setup = PeerSetup(config, group, nodes, agent, groups)
         run = "s" * 32, 3, ()
-        _, cost = measure(lambda: setup.meet(group, *run, lambda text: None))
+        _, seconds = measure(lambda: setup.meet(group, *run, lambda text: None))
         assert setup.ready
-        seconds = cost.seconds - group.outside_seconds
+        seconds -= group.outside_seconds
         self._note("meeting", seconds=seconds, received_bytes=group.received_bytes)
         members = sum(len(each.hosts) - 1 for each in agent.introduced.parties)
         nbytes = sum(map(len, packets_of(agent.introduced)))
@@ -150,17 +141,15 @@ class World:
     def _look(self) -> JobHistory:
         """The inventory of a node, and the exchange of all inventories."""
         node = Node(self.ranks, self._folder)
-        first, cost = measure(node.look)
-        self._note("own_inventory", seconds=cost.seconds)
+        first, own_seconds = measure(node.look)
         nodes = all_nodes(first, self.ranks)
         group: Any = OneOfMany(self.ranks, exchanged(nodes, self.ranks))
         config = load_config({"path": str(self._folder / "none")}, {})
         history = JobHistory(config, group, node.job, node.store, node.host)
         gc.collect()
-        _, cost = measure(history.look)
-        seconds = cost.seconds - group.outside_seconds - self.figures["own_inventory_seconds"]
+        _, seconds = measure(history.look)
+        seconds -= group.outside_seconds + own_seconds
         self._note("inventories", seconds=seconds, received_bytes=group.received_bytes)
-        self._note("inventories", kept_bytes=cost.nbytes)
         history.parities = [nodes[r // NODE_RANKS].parities for r in range(self.ranks)]
         return history
 
@@ -170,10 +159,10 @@ class World:
 
         def plan(name: str, expected: int, *args: Any, **more: Any) -> None:
             with _process.collector_paused():  # as in a restart
-                chosen, cost = measure(lambda: plan_restore(*args, **more))
+                chosen, seconds = measure(lambda: plan_restore(*args, **more))
             assert chosen is not None
             assert chosen.id.version == expected, chosen.id
-            self._note(name, seconds=cost.seconds)
+            self._note(name, seconds=seconds)
 
         plan("plan_memory", MEMORY[-1], found, parities=parities, nodes=nodes)
         # A node is gone with its memory and disk: the newest protected version is rebuilt.
@@ -182,13 +171,13 @@ class World:
             lost = {"parities": parities[left], "nodes": nodes[left]}
             plan("plan_lost_node", LOCAL[-1], found[left], **lost)
         everywhere = self._persistent_copies()
-        # Half as many ranks, or three, and nothing but the persistent level.
-        for name, ranks in (("plan_half", self.ranks // 2), ("plan_three_ranks", 3)):
-            alone: list[Sequence[Found]] = [everywhere, *[()] * (ranks - 1)]
-            plan(name, 900, alone, nodes=[f"node{rank // 8}" for rank in range(ranks)])
+        # Half as many ranks, and nothing but the persistent level.
+        half = self.ranks // 2
+        alone: list[Sequence[Found]] = [everywhere, *[()] * (half - 1)]
+        plan("plan_half", 900, alone, nodes=[f"node{rank // 8}" for rank in range(half)])
         limit = VersionId(3, MEMORY[-1])
         with _process.collector_paused():
-            _, cost = measure(
+            _, seconds = measure(
                 lambda: (
                     [
                         history.newest(level, limit)
@@ -201,7 +190,7 @@ class World:
                     history.remains(),
                 )
             )
-        self._note("history", seconds=cost.seconds)
+        self._note("history", seconds=seconds)
 
     def _persistent_copies(self) -> tuple[Found, ...]:
         """The copies of one version on the persistent level, as rank 0 finds them."""
@@ -217,16 +206,16 @@ class World:
             for n in range(TENSORS)
         ]
         middle = self.ranks // 2
-        layout, cost = measure(lambda: plan_layout(specs, [], middle, self.ranks))
-        header, _ = encode_header(layout, 1000, {})
-        self._note("layout", seconds=cost.seconds, header_bytes=len(header))
+        layout, seconds = measure(lambda: plan_layout(specs, [], middle, self.ranks))
+        assert layout
+        self._note("layout", seconds=seconds)
 
     def _retention(self) -> None:
         """Retention of a rank's shards on its disk."""
         held = [VersionId(3, 10 * number) for number in range(100)]
         policy = RetentionPolicy(keep_last=2, keep_every=100)
-        _, cost = measure(lambda: retirable(held, policy, held[-1], ((3, 0),)))
-        self._note("retention", seconds=cost.seconds)
+        _, seconds = measure(lambda: retirable(held, policy, held[-1], ((3, 0),)))
+        self._note("retention", seconds=seconds)
         size = len(manifest(self.ranks, 900, 0).encode())
         self._note("manifest", bytes=float(size))
 
@@ -239,25 +228,24 @@ class World:
             requests: Any = CountedRequests(store.backend)
             store.backend = requests
             first = self._sources(0)
-            _, cost = measure(lambda: store.flush(known, IMAGE_BYTES, first))
-            self._note("flush_first_node", seconds=cost.seconds, requests=requests.take())
+            _, seconds = measure(lambda: store.flush(known, IMAGE_BYTES, first))
+            self._note("flush_first_node", seconds=seconds, requests=requests.take())
             nodes = -(-self.ranks // NODE_RANKS)
             for node in range(1, nodes - 1):
                 store.flush(known, IMAGE_BYTES, self._sources(node))
             if nodes > 1:
                 requests.take()
                 last = self._sources(nodes - 1)
-                _, cost = measure(lambda: store.flush(known, IMAGE_BYTES, last))
-                self._note("flush_last_node", seconds=cost.seconds, requests=requests.take())
+                _, seconds = measure(lambda: store.flush(known, IMAGE_BYTES, last))
+                self._note("flush_last_node", seconds=seconds, requests=requests.take())
             assert store.exists(known.name)
             record = store.read_manifest(known.name).encode()
-            _, cost = measure(lambda: VersionManifest.decode(record))
-            self._note("version_manifest", bytes=len(record), read_seconds=cost.seconds)
+            self._note("version_manifest", bytes=len(record))
             files = [each for each in place.rglob("*") if each.is_file()]
             self._note("version", files=len(files))
             self._read(place, store)
-            _, cost = measure(lambda: store.retire(known.name))
-            self._note("retire", seconds=cost.seconds)
+            _, seconds = measure(lambda: store.retire(known.name))
+            self._note("retire", seconds=seconds)
 
     def _sources(self, node: int) -> list[ShardSource]:
         image = memoryview(bytes(IMAGE_BYTES))
@@ -265,18 +253,13 @@ class World:
         return [ShardSource(r, image, manifest(self.ranks, 900, r).encode()) for r in ranks]
 
     def _read(self, place: Path, store: PersistentStore) -> None:
-        """The looks of rank 0, of every rank at its own shard, and of a user."""
-        found: list[Found] = []
-        level = PersistentConfig(path=str(place))
-        _, cost = measure(lambda: look_at_persistent(level, found, [], [], [], []))
-        assert len(found) == self.ranks
-        self._note("rank0_inventory", seconds=cost.seconds, kept_bytes=cost.nbytes)
+        """The looks of every rank at its own shard, and of a user."""
         known = facts(self.ranks, 900)
-        _, cost = measure(lambda: store.open_shard(known.name, self.ranks - 1))
-        self._note("open_shard", seconds=cost.seconds)
+        _, seconds = measure(lambda: store.open_shard(known.name, self.ranks - 1))
+        self._note("open_shard", seconds=seconds)
         for command, name in (("list", "list"), ("verify", "verify")):
-            _, cost = measure(lambda given=command: _command(given, str(place)))
-            self._note(name, seconds=cost.seconds)
+            _, seconds = measure(lambda given=command: _command(given, str(place)))
+            self._note(name, seconds=seconds)
 
 
 def _command(name: str, place: str) -> None:
@@ -288,25 +271,6 @@ def _command(name: str, place: str) -> None:
     assert status in (0, 1, None), said.getvalue()
 
 
-def measure_world(ranks: int, place: Path | None) -> Figures:
-    """Measure one number of ranks, in this process."""
-    folder = Path(tempfile.mkdtemp(dir=place))
-    try:
-        return World(ranks, folder).measure()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def in_a_process(ranks: int, place: Path | None) -> Figures:
-    """Measure one number of ranks in a process of its own: the memory of another one is not in its
-    figures."""
-    at = ["--dir", str(place)] if place else []
-    command = [sys.executable, __file__, "--one", str(ranks), *at]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    figures: Figures = json.loads(result.stdout)
-    return figures
-
-
 def main() -> None:
     parser = parser_of(
         __doc__,
@@ -315,15 +279,13 @@ def main() -> None:
     )
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)), help="numbers of ranks")
     parser.add_argument("--plot", help="write a picture to this file")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(measure_world(options.one, options.dir)))
-        return
     worlds = TOY_WORLDS if options.toy else map(int, options.worlds.split(","))
-    run = measure_world if options.toy else in_a_process
-    rows = [run(ranks, options.dir) for ranks in worlds]
     place = options.dir or Path(tempfile.gettempdir())
+    rows = []
+    for ranks in worlds:
+        with temporary(place) as folder:
+            rows.append(World(ranks, folder).measure())
     publish(options.json, description(place), rows=rows)
     if options.plot:
         plot(rows, options.plot)

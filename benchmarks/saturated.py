@@ -8,7 +8,6 @@ of their own take all the CPU time that they get.
 
 ours              an agent's threads: niceness 10, short slices
 normal-priority   the same at normal priority, without short slices
-one-write         niceness 10, without short slices
 
 durable   seconds from the order to the last commit of a version's shards
 bare      of an O_DIRECT write of as many bytes over a recycled file on the idle machine
@@ -44,7 +43,7 @@ AGENT_NICE = 10
 SHARDS = 2
 PAUSE_SECONDS = 0.1
 """Time between two versions: a thread that waited before has a claim to a core."""
-WAYS = ("ours", "normal-priority", "one-write")
+WAYS = ("ours", "normal-priority")
 
 
 class Agent:
@@ -71,7 +70,7 @@ class Agent:
 
 def _serve(orders: Connection, folder: Path, shard_bytes: int, way: str) -> None:
     os.setsid()
-    if way != "normal-priority":
+    if way == "ours":
         lower_priority(AGENT_NICE)
     store = LocalStore(folder)
     store.create()
@@ -125,7 +124,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     shard_bytes = options.shard_mb << 20
     limits = Limits(SHARDS * shard_bytes, folder)
     bare = asdict(spread(limits.write_recycled().wall_s for _ in range(options.rounds)))
-    agents = {way: Agent(folder / way, shard_bytes, way) for way in options.ways}
+    agents = {way: Agent(folder / way, shard_bytes, way) for way in WAYS}
     for agent in agents.values():
         for _ in range(2):
             agent.commit()  # new files, page faults
@@ -151,15 +150,10 @@ def main() -> None:
         toy="1 MB shards, 2 rounds, few processes",
         place="where shards are written; default a disk",
     )
-    parser.add_argument("--shard-mb", type=int, help="size of a shard; default 96, toy 1")
     parser.add_argument("--busy", help="busy processes; default 0,2,8, toy 0,2")
-    parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, help="versions of each; default 12, toy 2")
     options = parser.parse_args()
-    options.ways = options.ways.split(",")
-    if unknown := set(options.ways) - set(WAYS):
-        parser.error(f"ways are {', '.join(WAYS)}, not {', '.join(sorted(unknown))}")
-    options.shard_mb = options.shard_mb or (1 if options.toy else 96)
+    options.shard_mb = 1 if options.toy else 96
     busy = options.busy or ("0,2" if options.toy else "0,2,8")
     options.busy = [int(count) for count in busy.split(",")]
     options.rounds = options.rounds or (2 if options.toy else 12)

@@ -69,8 +69,6 @@ def _measured_rows() -> list[dict[str, Any]]:
             "mtbf_seconds": row.mtbf_seconds,
             "measured": row.measured,
             "simulated": row.simulated,
-            "simulated_at_reference_pace": row.simulated_at_reference,
-            "pace": row.pace,
             "points": row.points,
             "resolution_points": row.resolution_points,
         }

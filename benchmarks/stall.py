@@ -75,6 +75,9 @@ from lib.terminal import parser_of, say
 from lib.training.launchers import LAUNCHERS
 from lib.training.teams import Team, TeamError, measure_memory, measure_visit
 
+LIMIT_SECONDS = 300.0
+"""For one command."""
+
 
 class Bench:
     """All methods of one run. A failed method is listed with its error; the run continues."""
@@ -120,7 +123,7 @@ class Bench:
             directory=str(folder),
             memory=str(self.memory_directory),
         )
-        return Team(setting, options.timeout, self.disk / f"{name}.log")
+        return Team(setting, LIMIT_SECONDS, self.disk / f"{name}.log")
 
     def _prepare(self, name: str, team: Team) -> None:
         self.state_bytes = team.ready()
@@ -213,7 +216,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps of a block; default 4 checkpoints")
     parser.add_argument("--rounds", type=int, help="visits to each method; default 5, toy 2")
     parser.add_argument("--methods", help="names, separated by commas; default: all")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
     cuda = options.device == "cuda"

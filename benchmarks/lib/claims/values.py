@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -79,18 +78,7 @@ def span(value: Any) -> Record:
     return Record(low=value["low"], high=value["high"])
 
 
-def sure(value: Any) -> Record:
-    """A spread with its confidence interval instead of its range."""
-    low, high = value["sure"]
-    return Record(median=value["median"], low=low, high=high)
-
-
-def number(text: str, place: int = 0) -> float:
-    """One of the numbers in a sentence, such as the verdict on a target; the first is 0."""
-    return float(re.findall(r"-?\d+(?:\.\d+)?", text)[place])
-
-
 FUNCTIONS = {
     each.__name__: each
-    for each in (one, times, ms, percent, mid, span, sure, number, median, abs, len, max, min, sum)
+    for each in (one, times, ms, percent, mid, span, median, abs, len, max, min, sum)
 }

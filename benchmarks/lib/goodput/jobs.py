@@ -1,4 +1,4 @@
-"""Jobs whose ranks are killed at given times: forked, under elastic Horovod, or under torchrun."""
+"""Jobs whose ranks are killed at given times: forked, or under a launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lib.jobs.plan import Plan
 from lib.jobs.processes import SHIM, Forked, JobError, Processes, horovodrun, torchrun, wait_for_any
 from lib.jobs.rank import train
 from lib.processes import MARK
-from lib.training.launchers import TorchRanks
+from lib.training.launchers import Ranks
 
 HANG_SECONDS = 90.0  # without a step: the job is stuck
 LOOK_SECONDS = 2.0  # between two checks of that
@@ -99,7 +99,7 @@ class Forks:
         def run() -> None:
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=plan.world)
             moments = {"begun": begun, "imported": time.time()}
-            train(plan, TorchRanks("gloo"), moments, made(plan.model))
+            train(plan, Ranks("gloo"), moments, made(plan.model))
 
         return run
 
@@ -132,12 +132,11 @@ class Forks:
 
 
 class Launched:
-    """torchrun, with or without `tierckpt run`: the start of processes counts, too."""
+    """torchrun and `tierckpt run`: the start of processes counts, too."""
 
     def __init__(self, job: Processes) -> None:
         self.job = job
-        shim = SHIM if job.plan.method == "ours-run" else ()
-        self.launcher = job.start([*torchrun(job.plan.world, shim), *job.rank])
+        self.launcher = job.start([*torchrun(job.plan.world, SHIM), *job.rank])
 
     def kill(self, rank: int) -> bool:
         """SIGKILL to a rank; False if it has no process: the last one has ended."""
@@ -241,4 +240,4 @@ def starter_of(plan: Plan) -> type[Forks] | type[Launched]:
     """How the ranks of a job start."""
     if plan.method == "hvd-elastic":
         return Relayed
-    return Launched if plan.method in ("ours-torchrun", "ours-run") else Forks
+    return Launched if plan.method == "ours-run" else Forks

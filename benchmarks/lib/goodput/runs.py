@@ -19,7 +19,12 @@ from lib.terminal import say
 from tierckpt.core.tuning import daly_seconds
 
 ELASTIC = "hvd-elastic"
-UNDER_TORCHRUN = ("ours-torchrun", "ours-run")
+RUN = "ours-run"
+WORLD = 2
+PATIENCE_SECONDS = 300.0
+"""For one block."""
+EVERY = 5
+"""Steps a version where its cost is measured first."""
 WARM_STEPS = 5
 """Steps at the start of a run that are not timed when costs are measured."""
 
@@ -82,7 +87,7 @@ class Bench:
         name = f"{self.count:03d}-{method}"
         folder, memory = str(self.folder / name), str(self.memory / name)
         options = self.options
-        plan = Plan(options.model, method, options.world, steps, every, folder, memory)
+        plan = Plan(options.model, method, WORLD, steps, every, folder, memory)
         try:
             return run(plan, seconds, kills, options.seed), stall_of(plan)
         finally:
@@ -91,10 +96,10 @@ class Bench:
     def block(self, method: str, every: int) -> tuple[float, float]:
         """Seconds per step and per stall, without failures."""
         steps = WARM_STEPS + self.options.steps
-        found, stall = self.course(method, every, self.options.patience, steps=steps)
+        found, stall = self.course(method, every, PATIENCE_SECONDS, steps=steps)
         ends = found.last_run()
         if len(ends) < steps:
-            raise JobError(f"{method}: {len(ends)} of {steps} steps in {self.options.patience} s")
+            raise JobError(f"{method}: {len(ends)} of {steps} steps in {PATIENCE_SECONDS} s")
         return (ends[-1] - ends[WARM_STEPS - 1]) / self.options.steps, stall
 
     def plain(self, method: str) -> float:
@@ -102,15 +107,15 @@ class Bench:
         return self.block(ELASTIC if method == ELASTIC else "nothing", ENDLESS)[0]
 
     def cost(self, method: str) -> Cost:
-        """The cost of a version at the interval `--every`.
+        """The cost of a version at the interval EVERY.
 
         If that cost leads to a shorter interval, measure again there, and take the larger cost: a
         small cost of rare versions is lost in the noise.
         """
-        cost, every = self._cost_at(method, self.options.every), self.options.every
+        cost = self._cost_at(method, EVERY)
         step_seconds = self.plain(method)
         closest = min(interval_steps(cost, mtbf, step_seconds) for mtbf in self.options.mtbf)
-        if closest < every:
+        if closest < EVERY:
             cost = max(cost, self._cost_at(method, closest), key=lambda each: each.seconds)
         return cost
 
@@ -157,12 +162,9 @@ def everything(bench: Bench) -> Iterator[Result]:
     """Measure all costs, then every method at every rate."""
     costs: dict[str, Cost] = {}
     for method in bench.options.methods:
-        basis = "ours" if method in UNDER_TORCHRUN else method
+        basis = "ours" if method == RUN else method
         if basis in costs:  # a version costs the same under any launcher
             costs[method] = costs[basis]
-            continue
-        if bench.options.cost:
-            costs[method] = Cost(bench.options.cost, 0.0)
             continue
         say(f"cost of a version: {method}")
         try:

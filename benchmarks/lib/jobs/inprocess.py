@@ -18,7 +18,7 @@ from lib import models
 from lib.jobs.plan import Plan
 from lib.jobs.rank import train
 from lib.methods.method import Method
-from lib.training.launchers import TorchRanks
+from lib.training.launchers import Ranks
 
 INTERVAL = datetime.timedelta(seconds=0.1)
 """As torchrun's monitor interval here; the default of each is a second."""
@@ -53,7 +53,7 @@ def main() -> None:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        train(plan, TorchRanks("gloo"), moments, opened=opened)
+        train(plan, Ranks("gloo"), moments, opened=opened)
         os._exit(0)
 
     run()

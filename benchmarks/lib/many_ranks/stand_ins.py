@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,31 +48,18 @@ MEMORY, LOCAL = (1000, 1001), (900, 950)
 """Versions in every rank's memory, and on its disk."""
 
 
-@dataclass
-class Cost:
-    """CPU time of a piece of work, and the memory that its result holds."""
-
-    seconds: float = 0.0
-    nbytes: int = 0
-
-
-def measure(work: Callable[[], Any]) -> tuple[Any, Cost]:
-    """Return the result of `work`, and its cost in this process."""
-    before, begin = _resident_bytes(), time.process_time()
+def measure(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result of `work`, and its CPU time in this process."""
+    begin = time.process_time()
     result = work()
-    seconds = time.process_time() - begin
-    return result, Cost(seconds, max(0, _resident_bytes() - before))
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return result, time.process_time() - begin
 
 
 class OneOfMany:
     """A Group: this rank, and others of which `others` gives what they contribute.
 
     `others(turn, own)` yields the values of ranks 1 and up at the collective number `turn`. Counts
-    the bytes that this rank sends and receives; the time for making the other ranks' values is in
+    the bytes that this rank receives; the time for making the other ranks' values is in
     `outside_seconds`.
     """
 
@@ -83,7 +69,7 @@ class OneOfMany:
         self.size = size
         self._others = others
         self.turn = 0
-        self.sent_bytes = self.received_bytes = 0
+        self.received_bytes = 0
         self.outside_seconds = 0.0
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -93,7 +79,6 @@ class OneOfMany:
         self.outside_seconds += time.process_time() - begin
         assert len(sent) == self.size
         self.turn += 1
-        self.sent_bytes += len(sent[0])
         self.received_bytes += sum(map(len, sent))
         return [pickle.loads(each) for each in sent]
 

@@ -162,12 +162,6 @@ class OursNodes(OursXor):
         }
 
 
-class OursTorchrun(Ours):
-    """Tierckpt under torchrun: its restarts start all processes again."""
-
-    title = "Tierckpt, torchrun"
-
-
 class OursRun(Ours):
     """Tierckpt under torchrun and `tierckpt run`."""
 
@@ -187,7 +181,6 @@ RESUMABLE: dict[str, type[Method]] = {
     "dcp-thread": DcpThread,
     "hvd-elastic": HorovodElastic,
     "ours": Ours,
-    "ours-torchrun": OursTorchrun,
     "ours-run": OursRun,
     "ours-memory": OursMemory,
     "ours-local": OursDisk,

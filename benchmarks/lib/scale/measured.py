@@ -29,11 +29,6 @@ class Row:
     """Goodput, as in the file."""
     simulated: float
     """Goodput at the pace of the run itself."""
-    simulated_at_reference: float
-    """Goodput if steps had taken as long as without failures, before and after the run."""
-    pace: float
-    """Duration of a step in the run, over what the reference and the cost of a version give."""
-
     resolution_points: float
     """What one version more or less is worth."""
 
@@ -59,14 +54,11 @@ def _row(row: dict[str, Any], seed: int) -> Row:
     # The first step after a failure is a part of its `back_seconds`.
     own = (wall - away) / (row["made_steps"] - len(row["back_seconds"]))
     useful = _useful_steps(row, kills, own - stall, restart - own)
-    at_reference = _useful_steps(row, kills, step, restart - step)
     return Row(
         row["method"],
         row["mtbf_seconds"],
         row["goodput"],
         useful * step / wall,
-        at_reference * step / wall,
-        own / (step + stall),
         100 * row["every_steps"] * step / wall,
     )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
 from lib.scale import jobs
-from lib.scale.jobs import RANKS, WAYS
+from lib.scale.jobs import WAYS
 from lib.scale.published import DAY_SECONDS
 from lib.terminal import say
 from tierckpt.simulation.course import Study, simulate
@@ -26,8 +25,6 @@ from tierckpt.simulation.scenario import Scenario
 
 SCHEMES = ("partner", "xor", "rs 4+2")
 DECADE_SECONDS = 3650 * DAY_SECONDS
-ACCELERATION = 10.0
-"""In the simulation of losses nodes fail so many times as often as Llama 3's."""
 
 
 def goodput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -35,11 +32,9 @@ def goodput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for factor in (1.0, 10.0):
         for ranks in options.ranks:
             for name, way in WAYS.items():
-                began = time.process_time()
                 scenario = way(jobs.base(ranks, factor, options.days, options.replicas))
                 study = simulate(scenario)
                 row = _row(study, name, factor)
-                row["cpu_seconds"] = time.process_time() - began
                 say(f"{ranks} ranks, failures x {factor:g}: {name}, {100 * row['goodput']:.2f} %")
                 yield row
 
@@ -63,46 +58,23 @@ def _row(study: Study, name: str, factor: float) -> dict[str, Any]:
         "stalls": shares["checkpoints"].mean,
         "restarts": math.fsum(away),
         "failures_per_day": failures.mean / walls.mean * DAY_SECONDS,
-        "interval_seconds": {
-            rung.name: rung.every_steps * study.plan.schedule.pace_seconds
-            for rung in study.plan.schedule.rungs
-        },
     }
 
 
 def redundancy(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Losses beyond each scheme in ten years at Llama 3's rates, by the formula; and simulated with
-    more failures, beside the formula for these."""
+    """Losses beyond each scheme in ten years at Llama 3's rates, by the formula."""
     ranks = options.ranks[-1]
     for scheme in SCHEMES:
         base = jobs.base(ranks, 1.0, options.days, options.replicas)
         scenario = jobs.ours(base, scheme)
         expected = expected_losses(scenario, DECADE_SECONDS)
-        accelerated = jobs.ours(
-            jobs.base(ranks, ACCELERATION, options.days, options.replicas), scheme
-        )
-        accelerated = replace(accelerated, failures=_nodes_only(accelerated))
-        study = simulate(accelerated)
-        simulated = sum(outcome.beyond_redundancy for outcome in study.outcomes)
-        predicted = (study.expected_losses or 0.0) * len(study.outcomes)
         say(f"{scheme}: {expected:.2g} in ten years")
         yield {
             "scheme": scheme,
             "ranks": ranks,
-            "window_seconds": exposed_seconds(scenario, costs_of(scenario)),
             "losses_in_ten_years": expected,
             "probability_of_one": -math.expm1(-expected),
-            "accelerated": {
-                "factor": ACCELERATION,
-                "days": options.days * options.replicas,
-                "simulated": simulated,
-                "formula": predicted,
-            },
         }
-
-
-def _nodes_only(scenario: Scenario) -> Any:
-    return replace(scenario.failures, process_every_seconds=math.inf)
 
 
 def expected_losses(scenario: Scenario, seconds: float) -> float:
@@ -125,8 +97,5 @@ def storm(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for readers in ("ranks", "nodes", "shards"):
             other = replace(scenario, levels=(replace(persistent, readers=readers),))
             row[f"each_{readers}"] = costs_of(other)["persistent"].restore_seconds
-        row |= {name: found[name].restore_seconds for name in ("peer", "local", "memory")}
+        row["peer"] = found["peer"].restore_seconds
         yield row
-
-
-__all__ = ["RANKS", "goodput", "redundancy", "storm"]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -27,20 +27,23 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Ranks(Protocol):
-    """One launcher: `missing` and `start` are for the parent, the rest for a rank."""
+class Ranks:
+    """DDP: the ranks of a job under one launcher. The parent sets the variables of torchrun;
+    restarts are not needed. `missing` and `start` are for the parent, the rest for a rank."""
 
-    rank: int
-    world: int
-    restless: bool
+    restless = False
     """Whether its threads work between commands: an idle rank must then be stopped (SIGSTOP)."""
 
     def __init__(self, backend: str) -> None:
         """Join the job. Collective."""
+        if not dist.is_initialized():
+            dist.init_process_group(backend)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @staticmethod
     def missing() -> str | None:
         """The reason if this launcher cannot run here, or None."""
+        return None
 
     @staticmethod
     def start(
@@ -50,35 +53,6 @@ class Ranks(Protocol):
 
         Each leads a session of its own, appends its output to `log`, and ends with the caller.
         """
-
-    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Wrap model and optimizer so that gradients are averaged over the ranks. Collective."""
-
-    def barrier(self) -> None:
-        """Return when every rank is here."""
-
-    def close(self) -> None:
-        """Leave the job. Collective."""
-
-
-class TorchRanks:
-    """DDP. The parent sets the variables of torchrun; restarts are not needed."""
-
-    restless = False
-
-    def __init__(self, backend: str) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group(backend)
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    @staticmethod
-    def missing() -> str | None:
-        return None
-
-    @staticmethod
-    def start(
-        world: int, command: list[str], environment: Mapping[str, str], log: Path
-    ) -> list[subprocess.Popen[bytes]]:
         meeting = {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
@@ -88,17 +62,20 @@ class TorchRanks:
         return [_popen(command, {**environment, **meeting, **rank}, log) for rank in ranks]
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Wrap model and optimizer so that gradients are averaged over the ranks. Collective."""
         return DistributedDataParallel(model), optimizer
 
     def barrier(self) -> None:
+        """Return when every rank is here."""
         dist.barrier()
 
     def close(self) -> None:
+        """Leave the job. Collective."""
         dist.barrier()
         dist.destroy_process_group()
 
 
-class HorovodRanks:
+class HorovodRanks(Ranks):
     """Horovod over Gloo; as in its documentation, all ranks start with the state of rank 0."""
 
     restless = True  # a thread of each rank polls the others a thousand times a second
@@ -141,7 +118,7 @@ class HorovodRanks:
         self._hvd.shutdown()
 
 
-LAUNCHERS: dict[str, type[Ranks]] = {"torchrun": TorchRanks, "horovod": HorovodRanks}
+LAUNCHERS: dict[str, type[Ranks]] = {"torchrun": Ranks, "horovod": HorovodRanks}
 
 
 def check_world(ranks: Ranks, wanted: int) -> None:

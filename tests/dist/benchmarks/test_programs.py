@@ -75,3 +75,12 @@ def test_a_cold_restart_by_root_checkpointing_continues_bit_for_bit(tmp_path: Pa
     assert row["status"] == "ok"
     assert [start["resumed_from"] for start in row["starts"]] == [8]
     assert (row["losses_compared"], row["losses_differing"]) == (2 * 16, 0)
+
+
+def test_stall_counts_the_checkpoints_of_all_visits(tmp_path: Path) -> None:
+    line = "--toy --methods nothing,ours-memory --rounds 2"
+    plain, ours = results("stall.py", tmp_path, *line.split())["methods"]
+    assert (plain["status"], plain["taken"]) == ("ok", 0)
+    assert (ours["status"], ours["due"], ours["others"]["count"]) == ("ok", 2 * 4, 2)
+    assert 0 < ours["taken"] <= ours["due"]
+    assert ours["call"]["median"] > 0
