@@ -22,7 +22,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -30,17 +30,14 @@ from statistics import mean
 from lib import machine
 from lib.figures import Spread, spread, wall_seconds
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
-from lib.methods.method import Setting
 from lib.methods.ours import OursAuto
 from lib.report import publish
 from lib.terminal import parser_of, say
-from lib.training.teams import Team, TeamError
+from lib.training.teams import Team, TeamError, training
 
 LEVELS = ("memory", "local", "persistent")
 WAKE_STEPS, MAX_WAKE_STEPS = 10, 2000
 """Steps made at a time until the work of a block is done, and the limit of such steps."""
-LIMIT_SECONDS = 600.0
-"""For one block."""
 SLOW_BYTES = 20e6
 """Bytes per second and node to a slow persistent level."""
 
@@ -90,15 +87,22 @@ class Bench:
     def measure(self, cases: list[Case]) -> int:
         """Fill in the figures; returns the bytes of the training's state."""
         state_bytes = 0
-        for case in cases:
+        for number, case in enumerate(cases):
             say(f"{case.budget}: {self.options.learning} steps to learn")
-            with ExitStack() as stack, environment(case):
-                team, state_bytes = self._team(f"budget{cases.index(case)}", stack)
-                self._visit(case, team)
+            disk, memory = (each / f"case{number}" for each in (self.disk, self.memory))
+            disk.mkdir()
+            memory.mkdir()
+            name, never = OursAuto.name, 1_000_000_000
+            with (
+                environment(case),
+                training(name, self.options.model, disk, memory, every=never, limit_s=600) as team,
+            ):
+                state_bytes = team.state_bytes
+                self._visit(case, team, disk / name)
         return state_bytes
 
-    def _visit(self, case: Case, team: Team) -> None:
-        steps, folder = self.options.steps, self.disk / team.log.stem
+    def _visit(self, case: Case, team: Team, folder: Path) -> None:
+        steps = self.options.steps
         team.command("attach")
         team.block(self.options.learning, checkpoints=True)
         self._wake(team)
@@ -131,24 +135,6 @@ class Bench:
             seconds += wall_seconds(team.block(WAKE_STEPS, checkpoints=False))
             steps += WAKE_STEPS
         return seconds, steps
-
-    def _team(self, name: str, stack: ExitStack) -> tuple[Team, int]:
-        folder, memory = self.disk / name, self.memory / name
-        folder.mkdir()
-        memory.mkdir()
-        setting = Setting(
-            method=OursAuto.name,
-            launcher="torchrun",
-            world=2,
-            model=self.options.model,
-            every=1_000_000_000,
-            directory=str(folder),
-            memory=str(memory),
-        )
-        team = Team(setting, LIMIT_SECONDS, self.disk / f"{name}.log")
-        stack.callback(team.end_close)
-        stack.callback(team.begin_close)
-        return team, team.ready()
 
 
 def _taken(folder: Path) -> dict[str, float]:

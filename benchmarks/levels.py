@@ -41,11 +41,11 @@ from lib.figures import wall_seconds
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
 from lib.levels.figures import AllLevels, Block, Row, Sample, Work
 from lib.levels.nodes import LEVELS, Level, NodeError, Nodes, Orders, Place
-from lib.methods.method import Method, Setting
+from lib.methods.method import Method
 from lib.methods.ours import OursLevels
 from lib.report import publish, table
 from lib.terminal import parser_of, say
-from lib.training.teams import Team, TeamError, measure_visit
+from lib.training.teams import Team, TeamError, measure_visit, training
 
 MIN_STEPS = 4
 """Timed steps next to the work of a level; shorter work is repeated to take as long."""
@@ -93,22 +93,9 @@ class Bench:
         return Row(level.name, level.nodes, level.nodes * self.nbytes, linked)
 
     def _team(self, method: str, stack: ExitStack) -> Team:
-        options, folder = self.options, self.place.disk / method
-        folder.mkdir()
-        setting = Setting(
-            method=method,
-            launcher="torchrun",
-            world=2,
-            model=options.model,
-            every=options.every,
-            directory=str(folder),
-            memory=str(self.place.memory),
-        )
-        team = Team(setting, options.timeout, self.place.disk / f"{method}.log")
-        stack.callback(team.end_close)
-        stack.callback(team.begin_close)
-        self.state_bytes = team.ready()
-        return team
+        place, every = self.place, self.options.every
+        opened = training(method, self.options.model, place.disk, place.memory, every=every)
+        return stack.enter_context(opened)
 
     def calibrate(self) -> None:
         """Choose the cadence of each level. Also warms everything up before the rounds."""
@@ -188,7 +175,7 @@ def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
             "shard_bytes": bench.nbytes,
             "link_bits_per_second": options.link_mbit * 1_000_000,
             "no_network": bench.nodes.no_network,
-            "state_bytes": bench.state_bytes,
+            "state_bytes": bench.team.state_bytes,
             "levels": [asdict(row) for row in bench.rows.values()],
             "all_levels": asdict(bench.all_levels),
         }
@@ -213,7 +200,7 @@ def arguments() -> argparse.Namespace:
     if strange := sorted(set(options.levels) - set(NAMES)):
         parser.error(f"--levels: {strange[0]!r} is none of {', '.join(NAMES)}")
     options.shard_mb, options.model = (4, "toy") if options.toy else (64, "linear")
-    options.every, options.steps, options.timeout = 32, 64, 300.0
+    options.every, options.steps = 32, 64
     options.rounds = options.rounds or (1 if options.toy else 5)
     return options
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shlex
@@ -37,19 +36,9 @@ def description(directory: Path) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The checked-out commit, whether the working tree differs from it, and how.
-
-    changes: a digest of the differences, to compare two runs. Of untracked files only the names
-    count.
-    """
+    """The checked-out commit, and whether the working tree differs from it."""
     head = _git("rev-parse", "--verify", "HEAD")
-    found = _git("status", "--porcelain") if head else None
-    text = f"{found}\n{_git('diff', 'HEAD')}" if found else ""
-    return {
-        "commit": head,
-        "dirty": bool(found) if head else None,
-        "changes": hashlib.sha256(text.encode()).hexdigest()[:12] if text else None,
-    }
+    return {"commit": head, "dirty": bool(_git("status", "--porcelain")) if head else None}
 
 
 def filesystem(directory: Path) -> str:

@@ -33,7 +33,7 @@ class Plan:
     killed_at: for each start, the step after which `victims` (all ranks if empty) kill themselves;
     further starts run to the end. drains: they wait for their checkpoints before. held_at: the
     steps after which all ranks wait until `release`: whoever disturbs the job then never comes
-    after its end, however short its steps are.
+    after its end, however short its steps are. batch: samples a rank, if not those of the model.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Plan:
     victims: tuple[int, ...] = ()
     drains: bool = False
     held_at: tuple[int, ...] = ()
+    batch: int = 0
 
     @classmethod
     def of_json(cls, text: str) -> Plan:

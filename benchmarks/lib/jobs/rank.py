@@ -14,6 +14,7 @@ import json  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
@@ -51,6 +52,7 @@ def train(
     moments["met"] = time.time()
     torch.set_num_threads(1)
     kind, module = made or models.made(plan.model)
+    kind = replace(kind, batch=plan.batch or kind.batch)
     torch.manual_seed(100 + ranks.rank)
     model, optimizer = ranks.distribute(module, kind.optimizer(module.parameters()))
     method = RESUMABLE[plan.method]()
@@ -87,6 +89,7 @@ def train(
         plan.hold(version)
     ranks.barrier()
     log.add(stall=median(method.stall_seconds() or stalls or [0.0]))
+    method.close()
 
 
 def _job(plan: Plan, ranks: Ranks, model: Any, module: Any, optimizer: Any) -> Job:

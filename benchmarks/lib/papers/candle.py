@@ -10,17 +10,19 @@ step, and its cost, as DeepFreeze reports them.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from msgspec import to_builtins
 
 from lib.files import SHARED_MEMORY, temporary
+from lib.jobs.plan import Plan
+from lib.jobs.processes import JobError, Processes
 from lib.methods.registry import METHODS
-from lib.papers.frequency import Frequency, attached
+from lib.models import OF_PAPERS
+from lib.papers.frequency import attached
 from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.papers.rule import Judged, cost_of, table
@@ -38,7 +40,8 @@ CHOICES = {
 }
 TOY = {"models": ("nt3-toy",), "parts": ("timeline",), "worlds": ("2",), "samples": ("4",)}
 KEY = ("model", "part", "method", "world", "samples")
-RANK = Path(__file__).with_name("traced_rank.py")
+STEPS = 8
+"""Traced ones."""
 
 
 def keys(options: argparse.Namespace) -> Iterator[Row]:
@@ -70,29 +73,24 @@ def measure(options: argparse.Namespace, key: Row) -> Row:
     about = {"title": model.title, "method_title": METHODS["horovod"][key["method"]].title}
     if key["part"] == "timeline":
         return {**about, **_timeline(key)}
-    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-        places = (folder / "files", memory)
-        places[0].mkdir()
-        started = attached(
-            key["method"], "horovod", key["model"], key["world"], places, options.timeout
-        )
-        with started as (team, size):
-            frequency = Frequency(team, options.rounds)
-            frequency.at(1, rounds=1, checkpoints=2)
-            return {**about, "state_bytes": size, **frequency.at(1)}
+    who = (key["method"], key["model"], "horovod", key["world"])
+    with attached(options, *who) as frequency:
+        return {**about, **frequency.at(1)}
 
 
 def _timeline(key: Row) -> Row:
     """Train some traced steps, and sum up both timelines."""
     with temporary(SHARED_MEMORY) as folder:
-        timeline, log = folder / "horovod.json", folder / "log"
-        plan = json.dumps({**key, "folder": str(folder)})
-        environment = {"HOROVOD_TIMELINE": str(timeline), "TIERCKPT_TRACE_DIR": str(folder)}
-        environment["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
-        command = [sys.executable, str(RANK), plan]
-        for process in HorovodRanks.start(key["world"], command, environment, log):
-            if process.wait():
-                raise RuntimeError(f"{key['model']}: a rank failed:\n{log.read_text()[-3000:]}")
+        places = (str(folder / "files"), str(folder / "memory"))
+        model = OF_PAPERS + key["model"]
+        plan = Plan(model, "ours-memory", key["world"], STEPS, 1, *places, launcher="horovod")
+        timeline = folder / "horovod.json"
+        with closing(Processes(replace(plan, batch=key["samples"]))) as job:
+            job.environment["HOROVOD_TIMELINE"] = str(timeline)
+            job.environment["TIERCKPT_TRACE_DIR"] = str(folder)
+            job.start_ranks()
+            if job.all[0].wait():
+                raise JobError(job.last_words())
         found = summarize(load(sorted(folder.glob("trace-r*.json")), timeline))
     hidden = found.hidden
     return {

@@ -51,7 +51,6 @@ def _level(options: argparse.Namespace, key: Row, place: Place) -> LevelRow:
         model="toy" if options.toy else "linear",
         every=1,
         steps=4,
-        timeout=options.timeout,
     )
     with ExitStack() as stack:
         bench = levels.Bench(chosen, place, stack)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lib import figures
 from lib.figures import wall_seconds
-from lib.methods.method import Setting
+from lib.files import SHARED_MEMORY, temporary
 from lib.models import OF_PAPERS
 from lib.papers.results import Row
-from lib.training.teams import Team, measure_visit
+from lib.training.teams import Team, measure_visit, training
 
 MIN_STEPS = 6
 """Steps with checkpoints in a visit at least."""
@@ -21,32 +21,17 @@ MIN_STEPS = 6
 
 @contextmanager
 def attached(
-    method: str, launcher: str, name: str, world: int, places: tuple[Path, Path], timeout: float
-) -> Iterator[tuple[Team, int]]:
-    """Start a team that trains a model of the papers, and attach a method.
-
-    Yields the team and the bytes of the state; ends the team. places: an existing folder on the
-    disk, and one in shared memory with a short path.
-    """
-    folder, memory = places
-    setting = Setting(
-        method=method,
-        launcher=launcher,
-        world=world,
-        model=OF_PAPERS + name,
-        every=1,
-        directory=str(folder),
-        memory=str(memory),
-    )
-    team = Team(setting, timeout, folder.with_suffix(".log"))
-    try:
-        state_bytes = team.ready()
-        team.command("keep_freed")
-        team.command("attach")
-        yield team, state_bytes
-    finally:
-        team.begin_close()
-        team.end_close()
+    options: Namespace, method: str, model: str, launcher: str = "torchrun", world: int = 2
+) -> Iterator[Frequency]:
+    """A team that trains a model of the papers, with a method attached and its buffers warm."""
+    with temporary(options.dir) as disk, temporary(SHARED_MEMORY) as memory:
+        name = OF_PAPERS + model
+        with training(method, name, disk, memory, launcher, world, 1, options.timeout) as team:
+            team.command("keep_freed")
+            team.command("attach")
+            frequency = Frequency(team, options.rounds)
+            frequency.at(1, rounds=1, checkpoints=2)  # buffers, files and page tables
+            yield frequency
 
 
 class Frequency:
@@ -65,6 +50,7 @@ class Frequency:
         plain = [figures.plain_step(visit, wall_seconds) for visit in visits]
         merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
         return {
+            "state_bytes": self.team.state_bytes,
             "every": every,
             "step_seconds": median(plain),
             "visits": [

@@ -61,8 +61,8 @@ def measure(options: argparse.Namespace, key: Row) -> Row:
         "batch": model.shape,
         "world": WORLD,
     }
-    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-        if key["part"] == "recovery":
+    if key["part"] == "recovery":
+        with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
             plan = Plan(
                 OF_PAPERS + name,
                 method,
@@ -74,20 +74,11 @@ def measure(options: argparse.Namespace, key: Row) -> Row:
                 killed_at=(KILLED_AT,),
             )
             return {**about, **_recovery(plan, options.timeout)}
-        return {**about, **_frequency(options, name, method, folder, memory)}
+    with attached(options, method, name) as frequency:
+        return {**about, **shortest(frequency, method)}
 
 
 # --- how often, and at which overhead -------------------------------------------------------------
-
-
-def _frequency(
-    options: argparse.Namespace, name: str, method: str, folder: Path, memory: Path
-) -> Row:
-    files = folder / "files"
-    files.mkdir()
-    places = (files, memory)
-    with attached(method, "torchrun", name, WORLD, places, options.timeout) as (team, state_bytes):
-        return {"state_bytes": state_bytes, **shortest(Frequency(team, options.rounds), method)}
 
 
 def shortest(frequency: Frequency, method: str) -> Row:
@@ -98,7 +89,6 @@ def shortest(frequency: Frequency, method: str) -> Row:
     try is the interval in which one is finished. The page finds the interval again from `tried`.
     """
     every = FIRST.get(method, 1)
-    frequency.at(1, rounds=1, checkpoints=2)  # warms up buffers, files and page tables
     tried = [frequency.at(every)]
     alone = min(MAX_EVERY, _until_done(tried[0]))
     first = cost_of(tried[0])
@@ -109,6 +99,7 @@ def shortest(frequency: Frequency, method: str) -> Row:
         if alone < found <= MAX_EVERY:
             tried.append(frequency.at(found))
     return {
+        "state_bytes": tried[-1].pop("state_bytes"),
         "step_seconds": tried[-1]["step_seconds"],
         "durable_seconds": tried[-1]["durable_seconds"],
         "tried": tried,

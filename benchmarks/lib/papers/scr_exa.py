@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lib.files import SHARED_MEMORY, temporary
@@ -26,7 +25,7 @@ from lib.methods.registry import METHODS
 from lib.methods.resumable import RESUMABLE
 from lib.models import OF_PAPERS
 from lib.papers import scr_exa_spares
-from lib.papers.frequency import Frequency, attached
+from lib.papers.frequency import attached
 from lib.papers.models import MODELS
 from lib.papers.results import Row
 from lib.papers.rule import Judged, cost_of, table
@@ -112,16 +111,10 @@ def measure(options: argparse.Namespace, key: Row) -> Row:
 
 def _epochs(options: argparse.Namespace, key: Row) -> Row:
     epochs = 2 if options.toy else FLUSHED_OF
-    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-        places = (_made(folder / "files"), memory)
-        started = attached(
-            *(key["method"], key["launcher"], key["model"], key["world"]), places, options.timeout
-        )
-        with started as (team, size):
-            frequency = Frequency(team, options.rounds)
-            frequency.at(1, rounds=1, checkpoints=2)
-            found = frequency.at(key["epoch_steps"], checkpoints=epochs)
-            return {"store_bytes_per_second": BYTES_PER_SECOND, "state_bytes": size, **found}
+    who = (key["method"], key["model"], key["launcher"], key["world"])
+    with attached(options, *who) as frequency:
+        found = frequency.at(key["epoch_steps"], checkpoints=epochs)
+        return {"store_bytes_per_second": BYTES_PER_SECOND, **found}
 
 
 def _restarts(options: argparse.Namespace, key: Row) -> Row:
@@ -158,11 +151,6 @@ def _plan(options: argparse.Namespace, key: Row, count: int) -> Iterator[Plan]:
             key["launcher"],
             held_at=tuple(failures),
         )
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 GOAL = 0.01

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,6 +46,7 @@ class Team:
     def __init__(self, setting: Setting, timeout_s: float, log: Path) -> None:
         self.family = Family(uuid.uuid4().hex)
         self.timeout_s = timeout_s
+        self.state_bytes = 0
         self.log = log  # the output of the ranks, shown if one of them dies
         self._world = setting.world
         self._pipes: list[Connection] = []  # in rank order
@@ -180,6 +182,34 @@ class Team:
         for pipe in self._pipes:
             pipe.close()
         self._door.close()
+
+
+@contextmanager
+def training(
+    method: str,
+    model: str,
+    disk: Path,
+    memory: Path,
+    launcher: str = "torchrun",
+    world: int = 2,
+    every: int = 1,
+    limit_s: float = 300.0,
+) -> Iterator[Team]:
+    """A team whose ranks have trained a step; `state_bytes` is known. Ends it.
+
+    Its method has a folder of its own on `disk`; `memory` is a folder in shared memory with a short
+    path. limit_s: for one command.
+    """
+    folder = disk / method
+    folder.mkdir()
+    setting = Setting(method, launcher, world, model, every, str(folder), str(memory))
+    team = Team(setting, limit_s, disk / f"{method}.log")
+    try:
+        team.state_bytes = team.ready()
+        yield team
+    finally:
+        team.begin_close()
+        team.end_close()
 
 
 def measure_memory(team: Team, every: int) -> dict[str, Any]:
