@@ -50,9 +50,9 @@ from typing import Any
 
 from lib import machine
 from lib.figures import Spread, spread
-from lib.files import SHARED_MEMORY, clean_up_when_terminated, evict, temporary
+from lib.files import clean_up_when_terminated, evict
 from lib.jobs.nodes import Names
-from lib.jobs.plan import Plan, Start, kills_of, starts_of
+from lib.jobs.plan import Plan, Start, kills_of, planned, starts_of
 from lib.jobs.processes import HERE, SHIM, JobError, Processes, horovodrun, torchrun
 from lib.jobs.restarts import restarted
 from lib.methods.resumable import RESUMABLE
@@ -135,7 +135,6 @@ def restarts(way: str, plan: Plan) -> Row:
 def kills(launcher: str, plan: Plan) -> list[Start]:
     """The starts of a job in which rank 1 kills itself."""
     with closing(Processes(plan)) as job:
-        rank = job.rank
         if launcher == ELASTIC:
             script = [sys.executable, str(HERE / "elastic.py"), plan.to_json()]
             job.start([*horovodrun(plan.world, plan.folder), *script])
@@ -147,7 +146,7 @@ def kills(launcher: str, plan: Plan) -> list[Start]:
                 script = [sys.executable, str(HERE / "inprocess.py"), plan.to_json()]
                 job.start(script, **place, RANK=each)
         else:
-            job.start([*torchrun(plan.world, SHIM if launcher == RUN else ()), *rank])
+            job.start([*torchrun(plan.world, SHIM if launcher == RUN else ()), *job.rank])
         if job.all[0].wait(LIMIT_SECONDS):
             raise JobError(job.last_words())
         return starts_of(plan, kills_of(plan))
@@ -167,23 +166,15 @@ def losses(launcher: str, plan: Plan) -> list[Start]:
         return starts_of(plan, since)
 
 
-def failures(options: argparse.Namespace, launcher: str, size: int, job: str) -> dict[str, Any]:
+def failures(options: argparse.Namespace, launcher: str, size: int) -> dict[str, Any]:
     """A row of `--kill` or `--lose`: the restarts of one job. The first one does not count: the
     machine's caches are cold, and the shim has learned no imports."""
     count = (options.kill or options.lose) + 1
     steps = tuple(EACH * number for number in range(1, count + 1))
     what = {"killed_at": steps, "victims": (1,)} if options.kill else {"held_at": steps}
-    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-        plan = Plan(
-            f"{OF_BYTES}{size}",
-            "ours-memory" if options.kill else "ours-nodes",
-            WORLD,
-            EACH * (count + 1),
-            1,
-            str(folder / job),
-            str(memory / job),
-            **what,
-        )
+    method = "ours-memory" if options.kill else "ours-nodes"
+    job = (f"{OF_BYTES}{size}", method, WORLD, EACH * (count + 1), 1)
+    with planned(options.dir, *job, **what) as plan:
         starts = (kills if options.kill else losses)(launcher, plan)[1:]
     return {
         "launcher": launcher,
@@ -234,7 +225,7 @@ def main() -> None:
     about = machine.description(options.dir)
     if options.kill or options.lose:
         rows = [
-            failures(options, launcher, size, "job")
+            failures(options, launcher, size)
             for size in options.sizes
             for launcher in options.launchers
         ]
@@ -246,18 +237,10 @@ def main() -> None:
         for way in options.ways:
             say(f"{size >> 20} MiB: {way}")
             killed_at = tuple(EVERY * number for number in range(1, options.rounds + 1))
-            with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-                plan = Plan(
-                    f"{OF_BYTES}{size}",
-                    WAYS[way],
-                    WORLD,
-                    killed_at[-1] + EVERY,
-                    EVERY,
-                    str(folder / "job"),
-                    str(memory / "job"),
-                    killed_at=killed_at if way != "nothing" else (EVERY,) * options.rounds,
-                    drains=True,
-                )
+            job = (f"{OF_BYTES}{size}", WAYS[way], WORLD, killed_at[-1] + EVERY, EVERY)
+            if way == "nothing":
+                killed_at = (EVERY,) * options.rounds
+            with planned(options.dir, *job, killed_at=killed_at, drains=True) as plan:
                 rows.append(asdict(restarts(way, plan)))
         cases.append({"rows": rows})
     publish(options.json, about, cases=cases, rows=[row for case in cases for row in case["rows"]])

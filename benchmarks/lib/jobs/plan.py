@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from lib.files import SHARED_MEMORY, temporary
 
 LOOK_SECONDS = 0.02
 ENDLESS = 1_000_000_000
@@ -83,9 +86,17 @@ class Plan:
         return Path(self.folder) / f"released{step}"
 
     def make_folders(self) -> None:
-        """Make the folders of the job."""
-        for path in (self.folder, self.memory):
+        """Make the folders of the job, and that of a file system which all nodes share."""
+        for path in (self.folder, self.memory, f"{self.folder}/shared"):
             Path(path).mkdir(parents=True)
+
+
+@contextmanager
+def planned(parent: Path, *job: Any, **more: Any) -> Iterator[Plan]:
+    """A plan with temporary folders, in `parent` and in shared memory. job: from its model to
+    `every`."""
+    with temporary(parent) as folder, temporary(SHARED_MEMORY) as memory:
+        yield Plan(*job, str(folder / "job"), str(memory / "job"), **more)
 
 
 class Log:

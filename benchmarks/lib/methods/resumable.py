@@ -60,7 +60,7 @@ class Ours(Method):
         self.checkpointer.abandon()
 
 
-class OursMemory(Ours):
+class Memory(Ours):
     """To memory alone: all processes are lost."""
 
     title = "Tierckpt, memory"
@@ -69,7 +69,7 @@ class OursMemory(Ours):
         return {"memory_every_steps": self.every, "local_every_seconds": 0}
 
 
-class OursDisk(Ours):
+class Disk(Ours):
     """To local disk at the interval."""
 
     title = "Tierckpt, local disk"
@@ -78,7 +78,7 @@ class OursDisk(Ours):
         return {"memory_every_steps": 0, "local_every_steps": self.every, "local_every_seconds": 0}
 
 
-class OursPeer(OursDisk):
+class Peer(Disk):
     """Each version to local disk, with a copy on another node; each rank is a node."""
 
     title = "Tierckpt, peer (a node is lost)"
@@ -93,7 +93,7 @@ class OursPeer(OursDisk):
         }
 
 
-class OursPersistent(OursDisk):
+class Persistent(Disk):
     """Each version to local disk, and to a store beside the nodes' folders."""
 
     title = "Tierckpt, persistent"
@@ -107,7 +107,7 @@ class OursPersistent(OursDisk):
         }
 
 
-class OursXor(OursDisk):
+class Xor(Disk):
     """Each version to memory and to the node's disk, with parity on other nodes, and one of ten
     flushed to the shared file system, as SCR does."""
 
@@ -148,7 +148,7 @@ class OursXor(OursDisk):
         }
 
 
-class OursNodes(OursXor):
+class Nodes(Xor):
     """Each version to memory, every second one to the node's disk, with parity on other nodes."""
 
     title = "Tierckpt, memory and peer"
@@ -162,7 +162,7 @@ class OursNodes(OursXor):
         }
 
 
-class OursRun(Ours):
+class Run(Ours):
     """Tierckpt under torchrun and `tierckpt run`."""
 
     title = "Tierckpt, tierckpt run"
@@ -181,13 +181,13 @@ RESUMABLE: dict[str, type[Method]] = {
     "dcp-thread": DcpThread,
     "hvd-elastic": HorovodElastic,
     "ours": Ours,
-    "ours-run": OursRun,
-    "ours-memory": OursMemory,
-    "ours-local": OursDisk,
-    "ours-peer": OursPeer,
-    "ours-persistent": OursPersistent,
-    "ours-xor": OursXor,
-    "ours-nodes": OursNodes,
+    "ours-run": Run,
+    "ours-memory": Memory,
+    "ours-local": Disk,
+    "ours-peer": Peer,
+    "ours-persistent": Persistent,
+    "ours-xor": Xor,
+    "ours-nodes": Nodes,
     "torch-load": TorchLoad,
     "root-shared": RootShared,
 }

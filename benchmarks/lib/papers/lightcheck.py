@@ -16,8 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lib.files import SHARED_MEMORY, temporary
-from lib.jobs.plan import Plan, losses_of
+from lib.jobs.plan import Plan, losses_of, planned
 from lib.jobs.processes import Processes
 from lib.jobs.restarts import restarted, undisturbed
 from lib.methods.checkfreq import tuned_interval
@@ -62,17 +61,9 @@ def measure(options: argparse.Namespace, key: Row) -> Row:
         "world": WORLD,
     }
     if key["part"] == "recovery":
-        with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-            plan = Plan(
-                OF_PAPERS + name,
-                method,
-                WORLD,
-                STEPS,
-                1 if method == "ours-memory" else EVERY,
-                str(folder / "job"),
-                str(memory / "job"),
-                killed_at=(KILLED_AT,),
-            )
+        every = 1 if method == "ours-memory" else EVERY
+        job = (OF_PAPERS + name, method, WORLD, STEPS, every)
+        with planned(options.dir, *job, killed_at=(KILLED_AT,)) as plan:
             return {**about, **_recovery(plan, options.timeout)}
     with attached(options, method, name) as frequency:
         return {**about, **shortest(frequency, method)}

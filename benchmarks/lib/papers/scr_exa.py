@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from lib.files import SHARED_MEMORY, temporary
-from lib.jobs.plan import Plan, figures_of
+from lib.jobs.plan import Plan, figures_of, planned
 from lib.jobs.processes import Processes
 from lib.jobs.restarts import restarted
 from lib.methods.alternatives import BYTES_PER_SECOND
@@ -134,23 +133,13 @@ def _spares(options: argparse.Namespace, key: Row) -> Row:
         return scr_exa_spares.measure(plan, count, options.timeout)
 
 
-@contextmanager
-def _plan(options: argparse.Namespace, key: Row, count: int) -> Iterator[Plan]:
+def _plan(options: argparse.Namespace, key: Row, count: int) -> AbstractContextManager[Plan]:
     """A job with so many failures. It ends as many epochs after its last one as lie between two."""
     epochs = 2 if options.toy else BETWEEN
     failures = [number * epochs * EPOCH + EPOCH // 2 for number in range(1, count + 1)]
-    with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
-        yield Plan(
-            OF_PAPERS + key["model"],
-            key["method"],
-            key["world"],
-            failures[-1] + failures[0] - EPOCH,
-            EPOCH,
-            str(folder / "job"),
-            str(memory / "job"),
-            key["launcher"],
-            held_at=tuple(failures),
-        )
+    steps = failures[-1] + failures[0] - EPOCH
+    job = (OF_PAPERS + key["model"], key["method"], key["world"], steps, EPOCH)
+    return planned(options.dir, *job, launcher=key["launcher"], held_at=tuple(failures))
 
 
 GOAL = 0.01
