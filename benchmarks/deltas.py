@@ -3,11 +3,10 @@
     python benchmarks/deltas.py --toy
     python benchmarks/deltas.py --json deltas.json
 
-A small transformer learns the bytes of Python's own library with AdamW. Early and late in the
-training, its weights and moments are compared with those 1, 10, 100 and 1000 steps before: each
-block is encoded whole, as XOR with the earlier block, and as integer difference to it (as the codec
-`delta`), all with byte planes and Zstandard. Then a whole version and a difference are loaded from
-a directory.
+A small transformer learns the bytes of Python's own library with AdamW. Late in the training its
+weights and moments are compared with those 1, 10, 100 and 1000 steps before: each block is encoded
+whole, as XOR with the earlier block, and as integer difference to it (as the codec `delta`), all
+with byte planes and Zstandard. Then a whole version and a difference are loaded from a directory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -41,7 +40,6 @@ BLOCK_BYTES = 512 * 1024
 """The block size of shards."""
 LEVEL = 1
 """Of Zstandard."""
-PHASES = ("early", "late")
 TEXT_BYTES = 8 << 20
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "weights, bfloat16")
 Contents = dict[str, bytes]
@@ -60,17 +58,12 @@ class Size:
     tokens: int = 64
     batch: int = 8
     steps: int = 3500
-    early: int = 300
-    """The step of the earlier version, early in the training."""
     late: int = 2500
+    """The step of the earlier version."""
     distances: tuple[int, ...] = (1, 10, 100, 1000)
     """Steps between two versions that are compared."""
     loaded: int = 100
     """The one of them of the difference that is loaded."""
-
-    def step_of(self, phase: str) -> int:
-        """The step of the earlier version in this phase."""
-        return {"early": self.early, "late": self.late}[phase]
 
 
 TOY = Size(
@@ -79,7 +72,6 @@ TOY = Size(
     tokens=16,
     batch=2,
     steps=100,
-    early=20,
     late=60,
     distances=(1, 10),
     loaded=10,
@@ -118,13 +110,13 @@ def text() -> torch.Tensor:
     return torch.frombuffer(found[:TEXT_BYTES], dtype=torch.uint8).long()
 
 
-def trained(size: Size, phases: Sequence[str]) -> Iterator[tuple[int, Contents]]:
+def trained(size: Size) -> Iterator[tuple[int, Contents]]:
     """Train, and yield the bytes of weights and moments at the steps that are compared."""
-    wanted = {size.step_of(phase) + d for phase in phases for d in (0, *size.distances)}
+    wanted = {size.late + d for d in (0, *size.distances)}
     torch.manual_seed(0)
     data, net = text(), Net(size)
     adam = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1)
-    warm = min(100, size.early)
+    warm = min(100, size.late)
 
     def rate(step: int) -> float:
         share = max(step - warm, 0) / max(size.steps - warm, 1)
@@ -191,15 +183,14 @@ def blocks(data: bytes) -> list[bytes]:
     return [data[low : low + BLOCK_BYTES] for low in range(0, len(data), BLOCK_BYTES)]
 
 
-def sizes(size: Size, phases: Sequence[str], versions: dict[int, Contents]) -> Iterator[Row]:
+def sizes(size: Size, versions: dict[int, Contents]) -> Iterator[Row]:
     """Encode each kind of content in each way, and compare what comes back."""
-    for phase, kind, distance, way in product(phases, KINDS, size.distances, WAYS):
+    for kind, distance, way in product(KINDS, size.distances, WAYS):
         if way == "whole" and distance != size.distances[-1]:
             continue
-        at = size.step_of(phase)
-        now, base = (versions[step][kind] for step in (at + distance, at))
+        now, base = (versions[size.late + more][kind] for more in (distance, 0))
         yield {
-            **{"phase": phase, "content": kind, "distance": distance, "way": way},
+            **{"phase": "late", "content": kind, "distance": distance, "way": way},
             **{"nbytes": len(now), "stored_bytes": _stored_bytes(way, kind, now, base)},
         }
 
@@ -280,18 +271,13 @@ def _loaded(far: Path, state_bytes: int, rounds: int) -> list[Row]:
 def main() -> None:
     parser = parser_of(__doc__, toy="a tiny net, 2 rounds")
     parser.add_argument("--rounds", type=int, help="loads of each version; default 5, toy 2")
-    text = "early, late or both; early alone needs a third of the training, and loads nothing"
-    parser.add_argument("--phases", default=",".join(PHASES), help=f"{text}; default both")
     options = parser.parse_args()
-    phases = options.phases.split(",")
-    if not {*phases} <= {*PHASES}:
-        parser.error(f"--phases are {' and '.join(PHASES)}")
     size = TOY if options.toy else Size()
-    versions = dict(trained(size, phases))
+    versions = dict(trained(size))
     torch.set_num_threads(1)
     rounds, copies = options.rounds or (2 if options.toy else 5), 1 if options.toy else 8
-    ways = list(sizes(size, phases, versions))
-    loaded = loads(size, versions, copies, rounds) if "late" in phases else []
+    ways = list(sizes(size, versions))
+    loaded = loads(size, versions, copies, rounds)
     about = machine.description(Path.cwd())
     publish(options.json, about, ways=ways, loads=loaded, training=asdict(size))
 

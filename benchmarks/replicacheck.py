@@ -11,8 +11,6 @@ other load.
 step_ms      CPU time of the plain twin's step, mean of the ranks' medians
 version_ms   excess CPU time of a step with a version
 check_ms     CPU time inside the check by its threads' clocks, less the clocks' cost
-paired_ms    excess CPU time of a step with the check over one without, by the process's
-             clock: noisy
 """
 
 from __future__ import annotations
@@ -122,7 +120,6 @@ def measure(folder: str, name: str, rounds: int) -> Iterator[dict[str, Any]]:
         "step_ms": median(p[0] for p in plain),
         "version_ms": median(v[0] - p[0] for v, p in zip(versions, plain, strict=True)),
         "check_ms": median(c[1] for c in checked),
-        "paired_ms": median(c[0] - v[0] for c, v in zip(checked, versions, strict=True)),
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
