@@ -3,7 +3,7 @@
     python benchmarks/scale.py --toy
     python benchmarks/scale.py --json scale.json --plot scale.png
 
-docs/simulate.md explains the model. Nothing is measured here, except the CPU time of the simulator.
+docs/simulate.md explains the model. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from lib import machine
 from lib.report import publish
 from lib.scale import checks, measured, studies
-from lib.scale.jobs import MEASURED, RANKS
 from lib.scale.picture import plot
 from lib.scale.steps import BALLOTS, steps
+from lib.scale.studies import MEASURED, RANKS
 from lib.terminal import parser_of, say
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -11,12 +11,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lib.claims.check import CLAIMS, ROOT, figures_of
+from lib.claims.check import CLAIMS, RESULTS, ROOT, figures_of, line_of
 from lib.claims.page import Page
-from lib.claims.template import ClaimError
+from lib.claims.template import ClaimError, pattern_of
 
 RUNS = ROOT / "benchmarks" / "figures.toml"
 FOLDER = ROOT / "build" / "figures"
@@ -97,24 +98,38 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def comparison(folder: Path = FOLDER) -> Iterator[str]:
-    """For each line of a claim with files made again, the figures of the page and the new ones."""
+    """For each claim with files made again, the figures of the page and the new ones."""
     for path in sorted(CLAIMS.glob("*.toml")):
         document = tomllib.loads(path.read_text())
         page = Page.read(ROOT / document["page"])
         for claim in document.get("claim", []):
             files = [claim["results"], *claim.get("also", {}).values()]
-            if not all((folder / name).exists() for name in files):
-                continue
-            for row in claim.get("rows", [{}]):
-                label = row.get("label", claim.get("text", ""))[:60].strip().replace("\n", " ")
-                where = f"{document['page']}, {claim['results']}, {label}"
-                try:
-                    found = figures_of({**claim, "rows": [row]}, page, folder)
-                except ClaimError:
-                    yield f"{where}: not in this run"
-                    continue
-                figures = [each for each in found if each.value is not None]
-                old, new = (
-                    " ".join(f) for f in zip(*((e.text, e.expected) for e in figures), strict=True)
-                )
-                yield f"{where}:\n    page {old}\n    here {new}"
+            if all((folder / name).exists() for name in files):
+                yield from _lines(claim, page, folder, document["page"])
+
+
+def _lines(claim: dict[str, Any], page: Page, folder: Path, name: str) -> Iterator[str]:
+    """A line for each row, if the new file has it."""
+    on_page = iter(figures_of(claim, page, RESULTS))
+    for row in claim.get("rows", [{}]):
+        count = len(pattern_of(line_of(claim, row, RESULTS))[1])
+        old = [next(on_page) for _ in range(count)]
+        label = row.get("label", claim.get("text", ""))[:60].strip().replace("\n", " ")
+        try:
+            values = pattern_of(line_of(claim, row, folder))[1]
+        except ClaimError:
+            yield f"{name}, {claim['results']}, {label}: not in this run"
+            continue
+        if len(values) != count:
+            yield f"{name}, {claim['results']}, {label}: this run has other columns"
+            continue
+        figures = [
+            (each.text, replace(each, value=value).expected)
+            for each, value in zip(old, values, strict=True)
+            if value is not None and each.value is not None
+        ]
+        yield (
+            f"{name}, {claim['results']}, {label}:\n"
+            f"    page {' '.join(text for text, _ in figures)}\n"
+            f"    here {' '.join(text for _, text in figures)}"
+        )

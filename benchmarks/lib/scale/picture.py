@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lib.scale.jobs import WAYS
 from lib.scale.steps import STEP_WAYS
+from lib.scale.studies import WAYS
 
 COLOURS = ("tab:gray", "tab:blue", "tab:green", "tab:orange")
 STYLES = ("s--", "x-", "v:", "o-")

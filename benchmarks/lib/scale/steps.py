@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lib.scale.jobs import RANKS_PER_NODE
+from lib.scale.studies import RANKS_PER_NODE
 from tierckpt.coordination.leader_tree import FAN_OUT
 
 BALLOTS = Path(__file__).resolve().parents[2] / "results" / "2026-11-26-ballots-2-cores.json"

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 @pytest.fixture
 def published(benchmark_module: Callable[[str], Any]) -> Any:
-    return benchmark_module("lib.scale.published")
+    return benchmark_module("lib.scale.checks")
 
 
 def example(name: str, **changes: Any) -> Scenario:
