@@ -4,7 +4,7 @@
     python benchmarks/levels.py --json levels.json
 
 Six processes stand for nodes; each does an agent's work with the agent's code and priority. As
-root each has a network namespace and a cable of 100 Mbit/s each way (`--link-mbit`), else
+root each has a network namespace and a cable of 100 Mbit/s each way, else
 loopback. Two ranks train on the same cores. Parity goes to memory, since these nodes would share
 one disk.
 
@@ -27,7 +27,6 @@ targets.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -45,20 +44,16 @@ from lib.methods.method import Method
 from lib.methods.ours import OursLevels
 from lib.report import publish, table
 from lib.terminal import parser_of, say
-from lib.training.teams import Team, TeamError, measure_visit, training
+from lib.training.teams import TeamError, measure_visit, training
 
 MIN_STEPS = 4
 """Timed steps next to the work of a level; shorter work is repeated to take as long."""
-TOGETHER = "all"
-"""The name of all levels at once, in --levels."""
-NAMES = (*dict.fromkeys(level.name.split(",")[0].split()[0] for level in LEVELS), TOGETHER)
+LINK_BITS_PER_SECOND = 100_000_000
+"""Of each node's cable, each way."""
+EVERY = 32
+"""Steps between two versions to all levels."""
 UNTIMED_STEPS = 2
 """Steps of a block without a clock: one to warm up, one to settle."""
-
-
-def chosen(names: Sequence[str]) -> list[Level]:
-    """Return the levels with names that start with one of `names`."""
-    return [level for level in LEVELS if level.name.startswith(tuple(names))]
 
 
 @dataclass(frozen=True)
@@ -70,32 +65,26 @@ class Cadence:
 
 
 class Bench:
-    """The nodes, a training next to them, and a second training with all levels on."""
+    """The nodes, and a training next to them."""
 
-    def __init__(self, options: argparse.Namespace, place: Place, stack: ExitStack) -> None:
-        """Start nodes and trainings; closing `stack` ends them."""
-        self.options, self.place = options, place
-        self.nbytes = options.shard_mb << 20
-        levels = chosen(options.levels)
-        count = max((level.nodes for level in levels), default=1)
-        rate = options.link_mbit * 1e6 / 8
-        self.nodes = stack.enter_context(closing(Nodes(count, self.nbytes, place, rate)))
-        self.team = self._team(Method.name, stack)
-        if TOGETHER in options.levels:
-            self.ours = self._team(OursLevels.name, stack)
-            self.ours.command("attach")
-        self.rows = {level: self._row(level) for level in levels}
-        self.all_levels = AllLevels(options.every)
+    def __init__(
+        self, model: str, nbytes: int, levels: Sequence[Level], place: Place, stack: ExitStack
+    ) -> None:
+        """Start nodes with shards of so many bytes, and the training; closing `stack` ends them."""
+        count = max(level.nodes for level in levels)
+        nodes = Nodes(count, nbytes, place, LINK_BITS_PER_SECOND / 8)
+        self.nodes = stack.enter_context(closing(nodes))
+        self.team = stack.enter_context(training(Method.name, model, place.disk, place.memory))
+        self.rows = {
+            level: Row(
+                level.name,
+                level.nodes,
+                level.nodes * nbytes,
+                linked=level.code is not None and nodes.limited,
+            )
+            for level in levels
+        }
         self._cadence: dict[Level, Cadence] = {}
-
-    def _row(self, level: Level) -> Row:
-        linked = level.code is not None and self.nodes.limited
-        return Row(level.name, level.nodes, level.nodes * self.nbytes, linked)
-
-    def _team(self, method: str, stack: ExitStack) -> Team:
-        place, every = self.place, self.options.every
-        opened = training(method, self.options.model, place.disk, place.memory, every=every)
-        return stack.enter_context(opened)
 
     def calibrate(self) -> None:
         """Choose the cadence of each level. Also warms everything up before the rounds."""
@@ -111,11 +100,9 @@ class Bench:
             say(f"{level.name}: {alone_s:.2f} s, {repeat} times during {steps} steps")
 
     def round(self) -> None:
-        """Measure each level once, then all levels at once."""
+        """Measure each level once."""
         for level, row in self.rows.items():
             row.samples.append(self._sample(level))
-        if TOGETHER in self.options.levels:
-            self.all_levels.visits.append(measure_visit(self.ours, self.ours, self.options.steps))
 
     def _sample(self, level: Level) -> Sample:
         """Measure the level alone, its bare bytes, and the level next to the training.
@@ -160,60 +147,47 @@ class Bench:
         return block, time.perf_counter() - begin
 
 
-def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
+def measure(toy: bool, rounds: int, place: Place) -> dict[str, Any]:
     """Run everything. No process survives, however it ends."""
+    model, nbytes = ("toy", 4 << 20) if toy else ("linear", 64 << 20)
     with ExitStack() as stack:
         say("starting nodes and trainings")
-        bench = Bench(options, place, stack)
+        bench = Bench(model, nbytes, LEVELS, place, stack)
+        ours = training(OursLevels.name, model, place.disk, place.memory, every=EVERY)
+        team, together = stack.enter_context(ours), AllLevels(EVERY)
+        team.command("attach")
         bench.calibrate()
-        for number in range(options.rounds):
-            say(f"round {number + 1} of {options.rounds}")
+        for number in range(rounds):
+            say(f"round {number + 1} of {rounds}")
             bench.round()
-        for figures in (*bench.rows.values(), bench.all_levels):
+            together.visits.append(measure_visit(team, team, 2 * EVERY))
+        for figures in (*bench.rows.values(), together):
             figures.finish()
         return {
-            "shard_bytes": bench.nbytes,
-            "link_bits_per_second": options.link_mbit * 1_000_000,
+            "shard_bytes": nbytes,
+            "link_bits_per_second": LINK_BITS_PER_SECOND,
             "no_network": bench.nodes.no_network,
-            "state_bytes": bench.team.state_bytes,
+            "state_bytes": team.state_bytes,
             "levels": [asdict(row) for row in bench.rows.values()],
-            "all_levels": asdict(bench.all_levels),
+            "all_levels": asdict(together),
         }
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
     parser = parser_of(
         __doc__,
         toy="4 MiB shards, some 20 seconds",
         place="folder on the disk to measure, must exist",
     )
-    parser.add_argument(
-        "--levels", default=",".join(NAMES), help=f"some of {','.join(NAMES)}; default: all of them"
-    )
-    parser.add_argument(
-        "--link-mbit", type=int, default=100, help="of each node's cable, each way; 0: no limit"
-    )
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
     options = parser.parse_args()
-    options.levels = options.levels.split(",")
-    if strange := sorted(set(options.levels) - set(NAMES)):
-        parser.error(f"--levels: {strange[0]!r} is none of {', '.join(NAMES)}")
-    options.shard_mb, options.model = (4, "toy") if options.toy else (64, "linear")
-    options.every, options.steps = 32, 64
-    options.rounds = options.rounds or (1 if options.toy else 5)
-    return options
-
-
-def main() -> None:
-    options = arguments()
     clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
     with temporary(parent) as disk, temporary(SHARED_MEMORY) as memory:
         place = Place(disk, memory, str(disk / "persistent"))
         about = machine.description(disk)
         try:
-            found = measure(options, place)
+            found = measure(options.toy, options.rounds or (1 if options.toy else 5), place)
         except (TeamError, NodeError) as error:
             sys.exit(f"not measured: {error}")
         publish(options.json, about, **found)

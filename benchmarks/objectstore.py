@@ -4,7 +4,7 @@
     python benchmarks/objectstore.py --json objectstore.json
     python benchmarks/objectstore.py --endpoint http://localhost:9000 --bucket bench
 
-A flush is the agent's work for two ranks' shards (eight at 1000 MB) in shared memory: verify,
+A flush is the agent's work for two ranks' shards in shared memory: verify,
 hash, send, commit. A restore is that of a restart's readers: runs of 8 MiB by four threads, all
 digests compared. A bare client follows each measurement: the same bytes as objects of 16 MiB over
 eight connections, requests signed before, no checksum. `--endpoint` and `--bucket` name your
@@ -44,8 +44,7 @@ from tierckpt.storage.persistent import PersistentStore, ShardSource
 from tierckpt.storage.persistent.backend import RetryingBackend, RetryPolicy
 from tierckpt.storage.persistent.object_stores import FsspecBackend
 
-MAX_SHARD_MB = 125
-MIN_SHARDS = 2
+SHARDS = 2
 """Ranks of the node: its agent flushes their shards as one version."""
 CLIENTS = ("tierckpt", "fsspec")
 
@@ -83,20 +82,19 @@ class Bench:
         self.server = server
         self.local = LocalStore(folder / f"local-{megabytes}")
         self.local.create()
-        self.shards = max(MIN_SHARDS, -(-megabytes // MAX_SHARD_MB))
-        shard_bytes = (megabytes * 10**6 // self.shards // PAGE_BYTES) * PAGE_BYTES
-        self.images = [shared(shard_bytes) for _ in range(self.shards)]
-        self.keys = [ShardKey(VersionId(1, 0), s, self.shards) for s in range(self.shards)]
+        shard_bytes = (megabytes * 10**6 // SHARDS // PAGE_BYTES) * PAGE_BYTES
+        self.images = [shared(shard_bytes) for _ in range(SHARDS)]
+        self.keys = [ShardKey(VersionId(1, 0), s, SHARDS) for s in range(SHARDS)]
         for key, image in zip(self.keys, self.images, strict=True):
             digests = make_sound(image)
-            record = manifest(key.shard, self.shards, 0, len(image), digests)
+            record = manifest(key.shard, SHARDS, 0, len(image), digests)
             self.local.commit(key, image, record)
-        self.data_bytes = shard_bytes * self.shards
+        self.data_bytes = shard_bytes * SHARDS
         self.target = memoryview(mmap.mmap(-1, self.data_bytes))
         self.target[:] = bytes(1) * len(self.target)  # no page faults later
         self.stores = {client: self._store(client) for client in clients}
         low = range(0, shard_bytes, PART_BYTES)
-        self.bare = BareClient(server, [f"bare/{i:05d}" for i in range(self.shards * len(low))])
+        self.bare = BareClient(server, [f"bare/{i:05d}" for i in range(SHARDS * len(low))])
         self.parts = [image[i : i + PART_BYTES] for image in self.images for i in low]
         self.rows = [
             Row(client, direction, self.data_bytes)
@@ -128,7 +126,7 @@ class Bench:
                 ours = seconds_of(lambda store=store: self.restore(store))
                 self.check()
                 bare = seconds_of(self._bare_get)
-                store.retire(facts_of(self.version, self.shards).name)
+                store.retire(facts_of(self.version, SHARDS).name)
             row.samples.append((ours, bare))
 
     def flush(self, store: PersistentStore) -> None:
@@ -136,14 +134,14 @@ class Bench:
         with ExitStack() as stack:
             opened = [stack.enter_context(open_shard(self.local, key)) for key in self.keys]
             sources = [ShardSource(s, image, record) for s, (image, record) in enumerate(opened)]
-            facts = facts_of(self.version, self.shards)
+            facts = facts_of(self.version, SHARDS)
             if not store.flush(facts, len(self.images[0]), sources).committed:
                 raise RuntimeError("the version is not complete")
 
     def restore(self, store: PersistentStore) -> None:
         """Do the work of a restart's reader: read and verify all runs of blocks."""
-        name = facts_of(self.version, self.shards).name
-        readers = [store.open_shard(name, shard) for shard in range(self.shards)]
+        name = facts_of(self.version, SHARDS).name
+        readers = [store.open_shard(name, shard) for shard in range(SHARDS)]
         size = len(self.images[0])
 
         def check(shard: int, low: int) -> None:
@@ -154,7 +152,7 @@ class Bench:
                 digest(view[at : at + BLOCK_BYTES])
 
         with ThreadPoolExecutor(READERS) as pool:
-            runs = [(s, low) for s in range(self.shards) for low in range(0, size, RUN_BYTES)]
+            runs = [(s, low) for s in range(SHARDS) for low in range(0, size, RUN_BYTES)]
             for done in [pool.submit(check, *run) for run in runs]:
                 done.result()
 
@@ -178,16 +176,17 @@ class Bench:
             store.close()
 
 
-def measure(options: argparse.Namespace, server: Server, folder: Path) -> Iterator[dict[str, Any]]:
-    """Measure one size after the other; clients take turns. The first round, with its connections,
-    imports and page faults, does not count."""
-    for megabytes in options.megabytes:
-        with closing(Bench(server, folder, megabytes, options.clients)) as bench:
-            for number in range(options.rounds + 1):
-                bench.round()
-                for row in bench.rows if number == 0 else ():
-                    row.samples.clear()
-            yield from (row.figures() for row in bench.rows)
+def measure(
+    options: argparse.Namespace, megabytes: int, rounds: int, server: Server, folder: Path
+) -> list[dict[str, Any]]:
+    """Clients take turns. The first round, with its connections, imports and page faults, does not
+    count."""
+    with closing(Bench(server, folder, megabytes, options.clients)) as bench:
+        for number in range(rounds + 1):
+            bench.round()
+            for row in bench.rows if number == 0 else ():
+                row.samples.clear()
+        return [row.figures() for row in bench.rows]
 
 
 @contextmanager
@@ -205,15 +204,9 @@ def chosen_server(options: argparse.Namespace, folder: Path) -> Iterator[Server]
     yield Server("the server of --endpoint", options.endpoint, options.bucket, keys)
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def main() -> None:
     parser = parser_of(
         __doc__, toy="40 MB, one round", place="the shards and the server; default /dev/shm"
-    )
-    parser.add_argument(
-        "--megabytes",
-        type=lambda text: [int(part) for part in text.split(",")],
-        help="sizes of the state; default 200, toy 40",
     )
     parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
     parser.add_argument(
@@ -227,18 +220,12 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.clients) - set(CLIENTS):
         parser.error(f"clients are {', '.join(CLIENTS)}, not {', '.join(sorted(unknown))}")
-    options.megabytes = options.megabytes or ([40] if options.toy else [200])
-    options.rounds = options.rounds or (1 if options.toy else 5)
-    options.dir = options.dir or SHARED_MEMORY
-    return options
-
-
-def main() -> None:
-    options = arguments()
-    about = machine.description(options.dir)
+    megabytes, rounds = (40, 1) if options.toy else (200, options.rounds or 5)
+    parent = options.dir or SHARED_MEMORY
+    about = machine.description(parent)
     clean_up_when_terminated()
-    with temporary(options.dir) as folder, chosen_server(options, folder) as server:
-        rows = list(measure(options, server, folder))
+    with temporary(parent) as folder, chosen_server(options, folder) as server:
+        rows = measure(options, megabytes, rounds, server, folder)
     publish(options.json, about, server=server.name, rows=rows)
 
 

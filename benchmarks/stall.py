@@ -45,9 +45,8 @@ leaves at once. The ranks of `nothing` train the plain blocks of `ours-off`. On 
 when its stream is done.
 
 *limits*: the bare work on one thread over the whole state: a copy between shared mappings, xxh3,
-an O_DIRECT write and fsync of a new file, of an old one (`recycled`), and of an old one beside a
-training (`loaded`); on a GPU a copy to page-locked memory (`copy_pinned`). docs/figures.md has
-the targets.
+an O_DIRECT write and fsync of an old file (`recycled`), and of one beside a training (`loaded`); on
+a GPU a copy to page-locked memory (`copy_pinned`). docs/figures.md has the targets.
 """
 
 from __future__ import annotations
@@ -151,12 +150,8 @@ class Bench:
 
     def round(self, limits: Limits) -> None:
         """Visit every method once, and the bare limits."""
-        costs = limits.once()
-        if "checksum" in costs:
-            costs["copy_checksum"] = costs["copy"] + costs["checksum"]
-        for name, cost in costs.items():
+        for name, cost in limits.once().items():
             self._sample(name, cost.wall_s)
-            self._sample(f"{name}_cpu", cost.cpu_s)
         for name in list(self.teams):
             say(f"  {name}")
             with self._failing(name):

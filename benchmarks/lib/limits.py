@@ -28,9 +28,6 @@ class Cost:
     wall_s: float
     cpu_s: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
-
 
 def timed(work: Callable[[], object]) -> Cost:
     """Run `work` once and time it."""
@@ -84,7 +81,7 @@ class Limits:
         noise = np.random.default_rng(0).integers(0, 256, self.nbytes, dtype=np.uint8)
         np.copyto(np.frombuffer(self._source, np.uint8), noise)
         self.copy()
-        self.write_new()
+        self.write_recycled()
 
     def copy(self) -> Cost:
         source = np.frombuffer(self._source, np.uint8)
@@ -110,11 +107,6 @@ class Limits:
             return None
         return timed(lambda: xxhash.xxh3_128(self._source).digest())
 
-    def write_new(self) -> Cost:
-        """Write and fsync a new file."""
-        self.path.unlink(missing_ok=True)
-        return timed(self._write)
-
     def write_recycled(self) -> Cost:
         """Write and fsync over a file of the same length: no block is allocated."""
         return timed(self._write)
@@ -127,12 +119,11 @@ class Limits:
             os.fsync(descriptor)
 
     def once(self) -> dict[str, Cost]:
-        """Take one sample of each limit, the recycled write last."""
+        """Take one sample of each limit."""
         samples = {
             "copy": self.copy(),
             "copy_pinned": self.copy_pinned(),
             "checksum": self.checksum(),
-            "write_new": self.write_new(),
             "write_recycled": self.write_recycled(),
         }
         return {name: cost for name, cost in samples.items() if cost is not None}

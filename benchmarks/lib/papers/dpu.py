@@ -19,14 +19,13 @@ from lib.figures import QUIET_CORES
 from lib.files import SHARED_MEMORY, temporary
 from lib.levels.figures import Row as LevelRow
 from lib.levels.figures import Sample, Work
-from lib.levels.nodes import Place
+from lib.levels.nodes import LEVELS, Place
 from lib.papers.results import FOLDER, Row
 from lib.papers.rule import Judged, table, visits_text, word
 
 CHOICES = {"methods": ("partner", "xor", "rs"), "sizes": ("1", "4", "16", "64")}
 TOY = {"methods": ("partner",), "sizes": ("1",)}
 KEY = ("scheme", "message_bytes")
-LINK_MBIT = 100
 
 
 def keys(options: argparse.Namespace) -> Iterator[Row]:
@@ -44,16 +43,10 @@ def measure(options: argparse.Namespace, key: Row) -> Row:
 
 
 def _level(options: argparse.Namespace, key: Row, place: Place) -> LevelRow:
-    chosen = argparse.Namespace(
-        levels=[key["scheme"]],
-        shard_mb=key["message_bytes"] >> 20,
-        link_mbit=LINK_MBIT,
-        model="toy" if options.toy else "linear",
-        every=1,
-        steps=4,
-    )
+    model = "toy" if options.toy else "linear"
+    (level,) = (each for each in LEVELS if each.name.startswith(key["scheme"]))
     with ExitStack() as stack:
-        bench = levels.Bench(chosen, place, stack)
+        bench = levels.Bench(model, key["message_bytes"], [level], place, stack)
         bench.calibrate()
         for _ in range(options.rounds):
             bench.round()
@@ -70,7 +63,7 @@ def _row(row: LevelRow) -> Row:
     return {
         "method": row.name,
         "nodes": row.nodes,
-        "link_bits_per_second": LINK_MBIT * 1_000_000 if row.linked else 0,
+        "link_bits_per_second": levels.LINK_BITS_PER_SECOND if row.linked else 0,
         "once_seconds": median(mean(s.alone.seconds) for s in row.samples),
         "alone_seconds": alone,
         "compute_seconds": compute,
