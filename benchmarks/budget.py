@@ -17,20 +17,19 @@ each_steps   steps for each version by level, in the counted rounds
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from lib import machine
-from lib.figures import Spread, spread, wall_seconds
+from lib.figures import spread, wall_seconds
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
-from lib.methods.ours import OursAuto
+from lib.methods.ours import NEVER, OursAuto
 from lib.report import publish
 from lib.terminal import parser_of, say
 from lib.training.teams import Team, TeamError, training
@@ -38,34 +37,19 @@ from lib.training.teams import Team, TeamError, training
 LEVELS = ("memory", "local", "persistent")
 WAKE_STEPS, MAX_WAKE_STEPS = 10, 2000
 """Steps made at a time until the work of a block is done, and the limit of such steps."""
+LIMIT_SECONDS = 600.0
+"""For one block."""
 SLOW_BYTES = 20e6
 """Bytes per second and node to a slow persistent level."""
 
 
-@dataclass
-class Case:
-    """One budget, to a fast or a slow persistent level.
-
-    overhead: how much longer the steps of a block and of its wake take than plain steps before and
-    after, as a fraction of the block; one sample a round. each_steps: steps per version, by level,
-    over all rounds; None: no version was taken. wake_steps: the mean length of the wake.
-    """
-
-    budget: float
-    slow: bool
-    overhead: Spread | None = None
-    each_steps: dict[str, float | None] = field(default_factory=dict)
-    wake_steps: float = 0.0
-
-
 @contextmanager
-def environment(case: Case) -> Iterator[None]:
+def environment(budget: float, slow: bool) -> Iterator[None]:
     """Set the environment variables of ranks that are started inside the block."""
-    variables = {"TIERCKPT_OVERHEAD_BUDGET": str(case.budget)}
-    if case.slow:
-        variables["TIERCKPT_PERSISTENT_BYTES_PER_SECOND"] = str(SLOW_BYTES)
     before = dict(os.environ)
-    os.environ.update(variables)
+    os.environ["TIERCKPT_OVERHEAD_BUDGET"] = str(budget)
+    if slow:
+        os.environ["TIERCKPT_PERSISTENT_BYTES_PER_SECOND"] = str(SLOW_BYTES)
     try:
         yield
     finally:
@@ -73,68 +57,51 @@ def environment(case: Case) -> Iterator[None]:
         os.environ.update(before)
 
 
-class Bench:
-    """A training for each case, one after the other.
+def measure(team: Team, folder: Path, learning: int, steps: int, rounds: int) -> dict[str, Any]:
+    """The figures of a budget.
 
     The same processes make the plain steps, with a loop that calls no boundary: two trainings that
     do the same work differ by more than a budget. While work of a block is still under way,
     plain steps are in the wake of the block: their extra time is charged to the block.
     """
+    team.command("attach")
+    team.block(learning, checkpoints=True)
+    _wake(team)
+    before, overheads, wakes = _taken(folder), [], []
+    for number in range(rounds):
+        plain_seconds = _plain(team, steps)
+        seconds = wall_seconds(team.block(steps, checkpoints=True))
+        more, wake = _wake(team)
+        step_seconds = mean((plain_seconds, _plain(team, steps)))
+        overheads.append((seconds + more) / (steps * step_seconds) - 1 - wake / steps)
+        wakes.append(wake)
+        say(f"  round {number + 1}, {100 * overheads[-1]:.1f} %")
+    counts = {level: count - before[level] for level, count in _taken(folder).items()}
+    return {
+        "overhead": asdict(spread(overheads)),
+        "each_steps": {
+            level: rounds * steps / count if count else None for level, count in counts.items()
+        },
+        "wake_steps": mean(wakes),
+    }
 
-    def __init__(self, options: argparse.Namespace, disk: Path, memory: Path) -> None:
-        self.options, self.disk, self.memory = options, disk, memory
 
-    def measure(self, cases: list[Case]) -> int:
-        """Fill in the figures; returns the bytes of the training's state."""
-        state_bytes = 0
-        for number, case in enumerate(cases):
-            say(f"{case.budget}: {self.options.learning} steps to learn")
-            disk, memory = (each / f"case{number}" for each in (self.disk, self.memory))
-            disk.mkdir()
-            memory.mkdir()
-            name, never = OursAuto.name, 1_000_000_000
-            with (
-                environment(case),
-                training(name, self.options.model, disk, memory, every=never, limit_s=600) as team,
-            ):
-                state_bytes = team.state_bytes
-                self._visit(case, team, disk / name)
-        return state_bytes
+def _plain(team: Team, steps: int) -> float:
+    """Seconds of a plain step while nothing else is at work. Half as many steps as a block has,
+    called once before the block and once after it."""
+    half = (steps + 1) // 2
+    return wall_seconds(team.block(half, checkpoints=False)) / half
 
-    def _visit(self, case: Case, team: Team, folder: Path) -> None:
-        steps = self.options.steps
-        team.command("attach")
-        team.block(self.options.learning, checkpoints=True)
-        self._wake(team)
-        before, overheads, wakes = _taken(folder), [], []
-        for number in range(self.options.rounds):
-            before_seconds = self._plain(team)
-            seconds = wall_seconds(team.block(steps, checkpoints=True))
-            more, wake = self._wake(team)
-            step_seconds = mean((before_seconds, self._plain(team)))
-            overheads.append((seconds + more) / (steps * step_seconds) - 1 - wake / steps)
-            wakes.append(wake)
-            say(f"{case.budget}: round {number + 1}, {100 * overheads[-1]:.1f} %")
-        case.overhead, case.wake_steps = spread(overheads), mean(wakes)
-        for level in LEVELS:
-            count = _taken(folder)[level] - before[level]
-            case.each_steps[level] = self.options.rounds * steps / count if count else None
 
-    def _plain(self, team: Team) -> float:
-        """Seconds of a plain step while nothing else is at work. Half as many steps as a block has,
-        called once before the block and once after it."""
-        steps = (self.options.steps + 1) // 2
-        return wall_seconds(team.block(steps, checkpoints=False)) / steps
-
-    def _wake(self, team: Team) -> tuple[float, int]:
-        """Train until all work of the block is done; return the seconds and the steps of that."""
-        seconds, steps = 0.0, 0
-        while any(team.command("busy")):
-            if steps == MAX_WAKE_STEPS:
-                raise TeamError(f"still at work after {steps} steps that began nothing")
-            seconds += wall_seconds(team.block(WAKE_STEPS, checkpoints=False))
-            steps += WAKE_STEPS
-        return seconds, steps
+def _wake(team: Team) -> tuple[float, int]:
+    """Train until all work of the block is done; return the seconds and the steps of that."""
+    seconds, steps = 0.0, 0
+    while any(team.command("busy")):
+        if steps == MAX_WAKE_STEPS:
+            raise TeamError(f"still at work after {steps} steps that began nothing")
+        seconds += wall_seconds(team.block(WAKE_STEPS, checkpoints=False))
+        steps += WAKE_STEPS
+    return seconds, steps
 
 
 def _taken(folder: Path) -> dict[str, float]:
@@ -153,21 +120,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default 8, toy 1")
     options = parser.parse_args()
     budgets = [float(each) for each in options.budgets.split(",")]
-    cases = [Case(budget, slow=False) for budget in budgets[: 1 if options.toy else None]]
-    if not options.toy:
-        cases.append(Case(budgets[len(budgets) // 2], slow=True))
-    options.model = "toy" if options.toy else "linear"
-    options.learning, options.steps = (40, 40) if options.toy else (300, 100)
-    options.rounds = options.rounds or (1 if options.toy else 8)
+    chosen = [(budget, False) for budget in budgets[: 1 if options.toy else None]]
+    chosen += [] if options.toy else [(budgets[len(budgets) // 2], True)]
+    model, learning, steps = ("toy", 40, 40) if options.toy else ("linear", 300, 100)
+    rounds = options.rounds or (1 if options.toy else 8)
     clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
-    with temporary(parent) as disk, temporary(SHARED_MEMORY) as memory:
-        about = machine.description(disk)
-        try:
-            state_bytes = Bench(options, disk, memory).measure(cases)
-        except TeamError as error:
-            sys.exit(f"not measured: {error}")
-    publish(options.json, about, state_bytes=state_bytes, cases=[asdict(case) for case in cases])
+    about, cases, name = machine.description(parent), [], OursAuto.name
+    for budget, slow in chosen:
+        say(f"{budget}: {learning} steps to learn")
+        with (
+            temporary(parent) as disk,
+            temporary(SHARED_MEMORY) as memory,
+            environment(budget, slow),
+            training(name, model, disk, memory, every=NEVER, limit_s=LIMIT_SECONDS) as team,
+        ):
+            found = measure(team, disk / name, learning, steps, rounds)
+        cases.append({"budget": budget, "slow": slow, **found})
+    publish(options.json, about, cases=cases)
 
 
 if __name__ == "__main__":
