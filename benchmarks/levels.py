@@ -38,7 +38,7 @@ from typing import Any
 from lib import machine
 from lib.figures import wall_seconds
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
-from lib.levels.figures import AllLevels, Block, Row, Sample, Work
+from lib.levels.figures import Block, Row, Sample, Work, all_levels
 from lib.levels.nodes import LEVELS, Level, NodeError, Nodes, Orders, Place
 from lib.methods.method import Method
 from lib.methods.ours import OursLevels
@@ -154,22 +154,24 @@ def measure(toy: bool, rounds: int, place: Place) -> dict[str, Any]:
         say("starting nodes and trainings")
         bench = Bench(model, nbytes, LEVELS, place, stack)
         ours = training(OursLevels.name, model, place.disk, place.memory, every=EVERY)
-        team, together = stack.enter_context(ours), AllLevels(EVERY)
+        team, visits = stack.enter_context(ours), []
         team.command("attach")
         bench.calibrate()
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
             bench.round()
-            together.visits.append(measure_visit(team, team, 2 * EVERY))
-        for figures in (*bench.rows.values(), together):
-            figures.finish()
+            visits.append(measure_visit(team, team, 2 * EVERY))
         return {
             "shard_bytes": nbytes,
             "link_bits_per_second": LINK_BITS_PER_SECOND,
             "no_network": bench.nodes.no_network,
             "state_bytes": team.state_bytes,
-            "levels": [asdict(row) for row in bench.rows.values()],
-            "all_levels": asdict(together),
+            "levels": [
+                asdict(row)
+                | {name: found and asdict(found) for name, found in row.figures().items()}
+                for row in bench.rows.values()
+            ],
+            "all_levels": all_levels(visits, EVERY),
         }
 
 

@@ -62,8 +62,8 @@ from typing import Any
 
 import torch
 
-from lib import figures, machine, models
-from lib.figures import Row, spread
+from lib import machine, models
+from lib.figures import figures_of, spread
 from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from lib.limits import Limits
 from lib.methods.method import Method, Setting
@@ -188,16 +188,16 @@ class Bench:
             "every": options.every,
             "world": options.world,
             "state_bytes": self.state_bytes,
-            "methods": [asdict(self._row(name)) for name in self.methods],
+            "methods": [self._row(name) for name in self.methods],
             "limits": {name: asdict(found) for name, found in limits.items() if found},
         }
 
-    def _row(self, name: str) -> Row:
-        method = self.methods[name]
-        row = Row(name, method.title, method.fsync, self.status[name])
-        if name in self.teams:
-            figures.fill(row, self.memory[name], self.visits[name])
-        return row
+    def _row(self, name: str) -> dict[str, Any]:
+        method, found = self.methods[name], {}
+        if name in self.teams and self.visits[name]:
+            found = figures_of(self.memory[name], self.visits[name])
+        about = {"name": name, "title": method.title, "fsync": method.fsync}
+        return {**about, "status": self.status[name], **found}
 
 
 def arguments() -> argparse.Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from math import floor, sqrt
 from statistics import median
 from typing import Any
@@ -34,38 +34,6 @@ class Spread:
     sure: tuple[float, float] | None = None
 
 
-@dataclass
-class Row:
-    """The figures of one method; all None if it did not run.
-
-    call, wait, durable: seconds of one checkpoint, the slowest rank's, over all checkpoints.
-    cpu, slowdown: seconds a checkpoint, over visits. step: seconds a plain step, over visits.
-    write: bytes a second of the durable write alone, over checkpoints. phases: seconds of the
-    parts of a checkpoint that the method reports. extra: bytes over the plain training's peak,
-    all processes. taken, due: checkpoints that were finished, and that were asked for, in all
-    visits. others: cores that other processes took. quiet: visits that the other figures are
-    from, or 0 if too few were quiet and all were used.
-    """
-
-    name: str
-    title: str
-    fsync: str
-    status: str = "ok"
-    call: Spread | None = None
-    wait: Spread | None = None
-    durable: Spread | None = None
-    cpu: Spread | None = None
-    slowdown: Spread | None = None
-    step: Spread | None = None
-    write: Spread | None = None
-    phases: dict[str, Spread | None] = field(default_factory=dict)
-    extra: dict[str, int] = field(default_factory=dict)
-    taken: int = 0
-    due: int = 0
-    others: Spread | None = None
-    quiet: int = 0
-
-
 def spread(samples: Iterable[float]) -> Spread | None:
     """None for no samples."""
     values = sorted(samples)
@@ -77,26 +45,47 @@ def spread(samples: Iterable[float]) -> Spread | None:
     return Spread(median(values), values[0], values[-1], count, sure)
 
 
-def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]]) -> None:
-    """Compute all figures of `row` from its memory blocks and its visits."""
+def figures_of(memory: dict[str, Any], visits: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a method from its memory blocks and its visits; None where it has none.
+
+    call, wait, durable: seconds of one checkpoint, the slowest rank's, over all checkpoints.
+    cpu, slowdown: seconds a checkpoint, over visits. step: seconds a plain step, over visits.
+    write: bytes a second of the durable write alone, over checkpoints. phases: seconds of the
+    parts of a checkpoint that the method reports. extra: bytes over the plain training's peak,
+    all processes. taken, due: checkpoints that were finished, and that were asked for, in all
+    visits. others: cores that other processes took. quiet: visits that the other figures are
+    from, or 0 if too few were quiet and all were used.
+    """
     everything = [merged for visit in visits for merged in merge(visit["checkpoints"])]
-    row.due, row.taken = len(everything), sum("durable" in each for each in everything)
-    row.others = spread(map(noise, visits))
     quiet = [visit for visit in visits if noise(visit) <= QUIET_CORES]
-    if len(quiet) >= min(MIN_QUIET_VISITS, len(visits)):
-        row.quiet, visits = len(quiet), quiet
-    checkpoints = [merged for visit in visits for merged in merge(visit["checkpoints"])]
+    is_quiet = len(quiet) >= min(MIN_QUIET_VISITS, len(visits))
+    counted = quiet if is_quiet else visits
+    checkpoints = [merged for visit in counted for merged in merge(visit["checkpoints"])]
     finished = [each for each in checkpoints if "durable" in each]
-    row.call = spread(each["call"] for each in checkpoints)
-    row.wait = spread(each["wait"] for each in checkpoints)
-    row.durable = spread(each["durable"] for each in finished)
-    row.write = spread(each["write"] for each in finished if "write" in each)
-    for name in sorted({name for each in finished for name in each["phases"]}):
-        row.phases[name] = spread(e["phases"][name] for e in finished if name in e["phases"])
-    row.step = spread(plain_step(visit, wall_seconds) for visit in visits)
-    row.slowdown = spread(extra_per_checkpoint(visit, wall_seconds, 0) for visit in visits)
-    row.cpu = spread(extra_per_checkpoint(visit, _cpu, UNTIMED_STEPS) for visit in visits)
-    row.extra = {key: memory["checkpoints"][key] - memory["plain"][key] for key in memory["plain"]}
+    names = sorted({name for each in finished for name in each["phases"]})
+    phases = {
+        name: spread(e["phases"][name] for e in finished if name in e["phases"]) for name in names
+    }
+    found = {
+        "call": spread(each["call"] for each in checkpoints),
+        "wait": spread(each["wait"] for each in checkpoints),
+        "durable": spread(each["durable"] for each in finished),
+        "cpu": spread(extra_per_checkpoint(visit, _cpu, UNTIMED_STEPS) for visit in counted),
+        "slowdown": spread(extra_per_checkpoint(visit, wall_seconds, 0) for visit in counted),
+        "step": spread(plain_step(visit, wall_seconds) for visit in counted),
+        "write": spread(each["write"] for each in finished if "write" in each),
+        "others": spread(map(noise, visits)),
+    }
+    return {
+        **{name: figure and asdict(figure) for name, figure in found.items()},
+        "phases": {name: figure and asdict(figure) for name, figure in phases.items()},
+        "extra": {
+            key: memory["checkpoints"][key] - memory["plain"][key] for key in memory["plain"]
+        },
+        "taken": sum("durable" in each for each in everything),
+        "due": len(everything),
+        "quiet": len(quiet) if is_quiet else 0,
+    }
 
 
 def noise(visit: dict[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -69,62 +69,46 @@ class Sample:
 
 @dataclass
 class Row:
-    """The figures of one level, as fractions.
-
-    data_bytes: size of the shards of all nodes. of_bare: bare time over ours, one sample a round.
-    """
+    """One level. data_bytes: size of the shards of all nodes."""
 
     name: str
     nodes: int
     data_bytes: int
     linked: bool
-    seconds: Spread | None = None
-    bare_seconds: Spread | None = None
-    of_bare: Spread | None = None
-    cpu_s: Spread | None = None
-    bare_cpu_s: Spread | None = None
-    overlap: Spread | None = None
-    bare_overlap: Spread | None = None
-    slowdown: Spread | None = None
-    samples: list[Sample] = field(default_factory=list, repr=False)
+    samples: list[Sample] = field(default_factory=list)
 
-    def finish(self) -> None:
-        """Compute the figures from the samples."""
+    def figures(self) -> dict[str, Spread | None]:
+        """The figures of the samples, as fractions and seconds. of_bare: bare time over ours, one
+        sample a round."""
         each = self.samples
-        self.seconds = spread(s for sample in each for s in sample.alone.seconds)
-        self.bare_seconds = spread(s for sample in each for s in sample.bare.seconds)
-        self.of_bare = spread(mean(s.bare.seconds) / mean(s.alone.seconds) for s in each)
-        self.cpu_s = spread(s.alone.cpu_s / len(s.alone.seconds) for s in each)
-        self.bare_cpu_s = spread(s.bare.cpu_s / len(s.bare.seconds) for s in each)
-        self.overlap = spread(s.overlap for s in each)
-        bare_overlap = [s.bare_overlap for s in each if s.bare_overlap is not None]
-        self.bare_overlap = spread(bare_overlap) if bare_overlap else None
-        self.slowdown = spread(s.slowdown for s in each)
+        return {
+            "seconds": spread(s for sample in each for s in sample.alone.seconds),
+            "bare_seconds": spread(s for sample in each for s in sample.bare.seconds),
+            "of_bare": spread(mean(s.bare.seconds) / mean(s.alone.seconds) for s in each),
+            "cpu_s": spread(s.alone.cpu_s / len(s.alone.seconds) for s in each),
+            "bare_cpu_s": spread(s.bare.cpu_s / len(s.bare.seconds) for s in each),
+            "overlap": spread(s.overlap for s in each),
+            "bare_overlap": spread(s.bare_overlap for s in each if s.bare_overlap is not None),
+            "slowdown": spread(s.slowdown for s in each),
+        }
 
 
-@dataclass
-class AllLevels:
-    """A training that takes a version to all levels every `every` steps.
+def all_levels(visits: list[dict[str, Any]], every: int) -> dict[str, Any]:
+    """The figures of a training that takes a version to all levels every `every` steps.
 
     step_s: time of a plain step. version_s: time that such a version adds to the training.
     slowdown: the same as a fraction of `every` plain steps. taken, due: versions that reached all
     levels, and requested versions.
     """
-
-    every: int
-    step_s: Spread | None = None
-    version_s: Spread | None = None
-    slowdown: Spread | None = None
-    taken: int = 0
-    due: int = 0
-    visits: list[dict[str, Any]] = field(default_factory=list, repr=False)
-
-    def finish(self) -> None:
-        """Compute the figures from the samples."""
-        steps = [figures.plain_step(visit, wall_seconds) for visit in self.visits]
-        extra = [figures.extra_per_checkpoint(visit, wall_seconds, 0) for visit in self.visits]
-        self.step_s, self.version_s = spread(steps), spread(extra)
-        pairs = zip(extra, steps, strict=True)
-        self.slowdown = spread(more / (self.every * step) for more, step in pairs)
-        merged = [each for visit in self.visits for each in figures.merge(visit["checkpoints"])]
-        self.due, self.taken = len(merged), sum("durable" in each for each in merged)
+    steps = [figures.plain_step(visit, wall_seconds) for visit in visits]
+    extra = [figures.extra_per_checkpoint(visit, wall_seconds, 0) for visit in visits]
+    merged = [each for visit in visits for each in figures.merge(visit["checkpoints"])]
+    shares = (more / (every * step) for more, step in zip(extra, steps, strict=True))
+    return {
+        "every": every,
+        "step_s": asdict(spread(steps)),
+        "version_s": asdict(spread(extra)),
+        "slowdown": asdict(spread(shares)),
+        "taken": sum("durable" in each for each in merged),
+        "due": len(merged),
+    }

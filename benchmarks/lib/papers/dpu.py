@@ -51,7 +51,6 @@ def _level(options: argparse.Namespace, key: Row, place: Place) -> LevelRow:
         for _ in range(options.rounds):
             bench.round()
         (row,) = bench.rows.values()
-        row.finish()
         return row
 
 
@@ -59,7 +58,7 @@ def _row(row: LevelRow) -> Row:
     alone = median(s.alone.span_s for s in row.samples)
     compute = median(s.compute_s for s in row.samples)
     together = median(s.overall_s for s in row.samples)
-    assert row.overlap is not None
+    overlap, bare = row.figures()["overlap"], row.figures()["bare_overlap"]
     return {
         "method": row.name,
         "nodes": row.nodes,
@@ -69,9 +68,9 @@ def _row(row: LevelRow) -> Row:
         "compute_seconds": compute,
         "together_seconds": together,
         "inline_seconds": alone + compute,
-        "overlap": row.overlap.median,
-        "overlap_range": [row.overlap.low, row.overlap.high],
-        "bare_overlap": row.bare_overlap.median if row.bare_overlap else None,
+        "overlap": overlap.median,
+        "overlap_range": [overlap.low, overlap.high],
+        "bare_overlap": bare.median if bare else None,
         "rounds": len(row.samples),
         "others_cores": median(s.others or 0.0 for s in row.samples),
     }
