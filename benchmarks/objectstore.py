@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +47,6 @@ from tierckpt.storage.persistent.object_stores import FsspecBackend
 SHARDS = 2
 """Ranks of the node: its agent flushes their shards as one version."""
 CLIENTS = ("tierckpt", "fsspec")
-
-
-@dataclass
-class Row:
-    """One client and direction with one size; samples are seconds: its own, and those of the bare
-    client."""
-
-    client: str
-    direction: str
-    data_bytes: int
-    samples: list[tuple[float, float]] = field(default_factory=list)
-
-    def figures(self) -> dict[str, Any]:
-        """The row of the results file."""
-        return {
-            **{"client": self.client, "direction": self.direction, "data_bytes": self.data_bytes},
-            "seconds": asdict(spread(ours for ours, _ in self.samples)),
-            "of_bare": asdict(spread(bare / ours for ours, bare in self.samples)),
-        }
 
 
 def seconds_of(work: Callable[[], None]) -> float:
@@ -96,11 +77,6 @@ class Bench:
         low = range(0, shard_bytes, PART_BYTES)
         self.bare = BareClient(server, [f"bare/{i:05d}" for i in range(SHARDS * len(low))])
         self.parts = [image[i : i + PART_BYTES] for image in self.images for i in low]
-        self.rows = [
-            Row(client, direction, self.data_bytes)
-            for direction in ("flush", "restore")
-            for client in clients
-        ]
         self.version = 0
 
     def _store(self, client: str) -> PersistentStore:
@@ -114,20 +90,18 @@ class Bench:
         store.backend = RetryingBackend(FsspecBackend(url, **options), RetryPolicy(), time.sleep)
         return store
 
-    def round(self) -> None:
-        """Measure everything once, each client next to the bare one."""
+    def round(self) -> Iterator[tuple[str, str, float, float]]:
+        """Measure everything once, each client next to the bare one: yields client, direction, and
+        the seconds of both."""
         self.version += 1
-        for row in self.rows:
-            store = self.stores[row.client]
-            if row.direction == "flush":
-                ours = seconds_of(lambda store=store: self.flush(store))
-                bare = seconds_of(lambda: self.bare.put(self.parts))
-            else:
-                ours = seconds_of(lambda store=store: self.restore(store))
-                self.check()
-                bare = seconds_of(self._bare_get)
-                store.retire(facts_of(self.version, SHARDS).name)
-            row.samples.append((ours, bare))
+        for client, store in self.stores.items():
+            ours = seconds_of(lambda store=store: self.flush(store))
+            yield client, "flush", ours, seconds_of(lambda: self.bare.put(self.parts))
+        for client, store in self.stores.items():
+            ours = seconds_of(lambda store=store: self.restore(store))
+            self.check()
+            yield client, "restore", ours, seconds_of(self._bare_get)
+            store.retire(facts_of(self.version, SHARDS).name)
 
     def flush(self, store: PersistentStore) -> None:
         """Do the agent's work: check the local files, and flush them as one version."""
@@ -181,12 +155,20 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Clients take turns. The first round, with its connections, imports and page faults, does not
     count."""
+    samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with closing(Bench(server, folder, megabytes, options.clients)) as bench:
         for number in range(rounds + 1):
-            bench.round()
-            for row in bench.rows if number == 0 else ():
-                row.samples.clear()
-        return [row.figures() for row in bench.rows]
+            for client, direction, ours, bare in bench.round():
+                own = samples.setdefault((client, direction), [])
+                own += [(ours, bare)] if number else []
+        return [
+            {
+                **{"client": client, "direction": direction, "data_bytes": bench.data_bytes},
+                "seconds": asdict(spread(ours for ours, _ in found)),
+                "of_bare": asdict(spread(bare / ours for ours, bare in found)),
+            }
+            for (client, direction), found in samples.items()
+        ]
 
 
 @contextmanager

@@ -44,12 +44,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lib import machine
-from lib.figures import Spread, spread
+from lib.figures import spread
 from lib.files import clean_up_when_terminated, evict
 from lib.jobs.nodes import Names
 from lib.jobs.plan import Plan, Start, kills_of, planned, starts_of
@@ -88,25 +88,15 @@ NODES: dict[str, tuple[bool, tuple[str, ...]]] = {
 let in when the lost one has sent no sign of life for 15 s, or for 3."""
 
 
-@dataclass
-class Row:
-    """One way to restart, for one size. Seconds."""
-
-    way: str
-    title: str
-    cache: str
-    world: int
-    state_bytes: int
-    status: str = "ok"
-    total: Spread | None = None
-    restore: Spread | None = None
-
-
-def restarts(way: str, plan: Plan) -> Row:
-    """Restart a job in one way."""
-    cache = "-" if way in ("nothing", "ours-memory") else "cold"
-    size = int(plan.model.removeprefix(OF_BYTES))
-    row = Row(way, RESUMABLE[plan.method].title, cache, plan.world, size)
+def restarts(way: str, plan: Plan) -> dict[str, Any]:
+    """A row of the ways: the restarts of one job, in seconds."""
+    row = {
+        "way": way,
+        "title": RESUMABLE[plan.method].title,
+        "cache": "-" if way in ("nothing", "ours-memory") else "cold",
+        "world": plan.world,
+        "state_bytes": int(plan.model.removeprefix(OF_BYTES)),
+    }
 
     def lose(job: Processes) -> None:
         if way != "ours-memory":
@@ -125,11 +115,10 @@ def restarts(way: str, plan: Plan) -> Row:
                 raise JobError(f"other versions were restored: {starts}")
     except JobError as error:
         say(str(error))
-        row.status = str(error).splitlines()[-1][:200]
-        return row
-    row.total = spread(start.back_seconds for start in starts)
-    row.restore = spread(start.load_seconds for start in starts)
-    return row
+        return {**row, "status": str(error).splitlines()[-1][:200]}
+    total = spread(start.back_seconds for start in starts)
+    restore = spread(start.load_seconds for start in starts)
+    return {**row, "status": "ok", "total": asdict(total), "restore": asdict(restore)}
 
 
 def kills(launcher: str, plan: Plan) -> list[Start]:
@@ -241,7 +230,7 @@ def main() -> None:
             if way == "nothing":
                 killed_at = (EVERY,) * options.rounds
             with planned(options.dir, *job, killed_at=killed_at, drains=True) as plan:
-                rows.append(asdict(restarts(way, plan)))
+                rows.append(restarts(way, plan))
         cases.append({"rows": rows})
     publish(options.json, about, cases=cases, rows=[row for case in cases for row in case["rows"]])
 
