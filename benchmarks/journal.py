@@ -73,7 +73,7 @@ class Side:
             memory_every_steps=0,
             local_every_seconds=0,
             when_busy="wait",
-            replica_check_steps=0,
+            replicas="off",
             **SETTINGS[way],
         )
 

@@ -54,13 +54,13 @@ from lib.terminal import parser_of
 from tierckpt import _process
 from tierckpt.agent.protocol import packets_of
 from tierckpt.cli.main import main as tierckpt
-from tierckpt.config import load_config
+from tierckpt.config import RetentionPolicy, load_config
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peers import Groups, PeerSetup
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings
 from tierckpt.core.decisions import Vote
 from tierckpt.core.restore_plan import Found, plan_restore
-from tierckpt.core.retention import RetentionPolicy, retirable
+from tierckpt.core.retention import retirable
 from tierckpt.erasure.groups import Scheme, plan_groups
 from tierckpt.format.ids import VersionId
 from tierckpt.format.layout import TensorSpec, plan_layout

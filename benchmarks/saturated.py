@@ -38,8 +38,6 @@ from tierckpt.agent.processor import lower_priority, shorten_slices
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.storage.local import LocalStore
 
-AGENT_NICE = 10
-"""The setting's default."""
 SHARDS = 2
 PAUSE_SECONDS = 0.1
 """Time between two versions: a thread that waited before has a claim to a core."""
@@ -71,7 +69,7 @@ class Agent:
 def _serve(orders: Connection, folder: Path, shard_bytes: int, way: str) -> None:
     os.setsid()
     if way == "ours":
-        lower_priority(AGENT_NICE)
+        lower_priority()
     store = LocalStore(folder)
     store.create()
     images = [shared(shard_bytes) for _ in range(SHARDS)]
