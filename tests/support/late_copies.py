@@ -5,14 +5,14 @@ The helpers act on both ways of copying: by the copy engine, here block by block
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tierckpt.snapshot import Binding, Job, NativeSnapshot, copy_engine, snapshot
+from tierckpt.snapshot import Binding, Job, Snapshot, Watch, copy_engine, snapshot
+from tierckpt.snapshot.copy_engine import Progress
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -35,7 +35,7 @@ def before_blocks(patch: pytest.MonkeyPatch, call: Callable[[int], object]) -> N
 
     patch.setattr(Binding, "copy_block", with_torch)
     patch.setattr(Job, "copy_one", by_the_engine)
-    patch.setattr(NativeSnapshot, "_one_by_one", lambda self: True)
+    patch.setattr(Watch, "each", lambda self: True)
 
 
 def without_the_engine(patch: pytest.MonkeyPatch) -> None:
@@ -45,14 +45,12 @@ def without_the_engine(patch: pytest.MonkeyPatch) -> None:
 
 def copy_in_the_copier_only(patch: pytest.MonkeyPatch) -> None:
     """The training thread copies nothing in the barrier, and so never seals."""
+    work = Snapshot.work
 
-    def restrict(kind: type[snapshot.Snapshot]) -> None:
-        work = kind.work
+    def copier_only(self: Snapshot, wait_seconds: float | None) -> Progress:
+        if wait_seconds is None:
+            self.release_all()
+            return Progress.IDLE
+        return work(self, wait_seconds)
 
-        def copier_only(self: snapshot.Snapshot) -> bool:
-            return threading.current_thread() is not threading.main_thread() and work(self)
-
-        patch.setattr(kind, "work", copier_only)
-
-    restrict(snapshot.Snapshot)
-    restrict(NativeSnapshot)
+    patch.setattr(Snapshot, "work", copier_only)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tierckpt.snapshot import DeviceCopies, Engine
+from tierckpt.snapshot import DeviceCopies, Library
 
 COPY = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -83,7 +83,7 @@ class LateEvent:
 class LateDevice:
     """Takes the place of CUDA. Like CUDA it refuses a copy that spans two allocations."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, library: Library) -> None:
         self.compute, self.side = Compute(), Side()
         self.sizes: list[int] = []
         """Of the copies, in bytes."""
@@ -94,7 +94,7 @@ class LateDevice:
         self._function = COPY(self._copy)
         address = ctypes.cast(self._function, ctypes.c_void_p).value
         assert address is not None
-        self.copies = DeviceCopies(engine, address)
+        self.copies = DeviceCopies(library, address)
 
     def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
         assert kind == BY_ADDRESS

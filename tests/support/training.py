@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tests.support import exact
-from tierckpt.snapshot import native_snapshot, snapshot
+from tierckpt.snapshot import snapshot
 from tierckpt.state import unwrap
 
 WIDTH = 24
@@ -349,7 +349,7 @@ def only_layers_release() -> Iterator[None]:
     """Wait so long that a step of a slow machine is not taken for an evaluation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "QUIET_SECONDS", 1e6)
-        patch.setattr(native_snapshot, "RELEASE_AT_ONCE_BYTES", -1)
+        patch.setattr(snapshot, "RELEASE_AT_ONCE_BYTES", -1)
         yield
 
 

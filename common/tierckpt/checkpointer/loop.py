@@ -47,8 +47,8 @@ from tierckpt.group import Group
 from tierckpt.hooks.iterations import Accumulation, Hooks, Iterations, Unattached
 from tierckpt.restored import Restored
 from tierckpt.snapshot import copy_engine
-from tierckpt.snapshot.phase import Phase
-from tierckpt.snapshot.snapshot import Copier, Snapshot, SnapshotError, Work
+from tierckpt.snapshot.engine import SnapshotError
+from tierckpt.snapshot.snapshot import Copier, Snapshot, Work
 from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.slot_pool import SlotPool
@@ -305,7 +305,7 @@ class ActiveSnapshot:
         self.snapshot = None
 
     def _report(self, version: Version, snapshot: Snapshot) -> None:
-        if snapshot.phase is Phase.FAILED:
+        if snapshot.failed:
             self.overwritten = self.overwritten or snapshot.overwritten
             self._reports.lose(version, snapshot.error)
             return

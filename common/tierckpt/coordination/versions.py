@@ -47,7 +47,6 @@ from tierckpt.events import EventLog, JobEnd
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
-from tierckpt.snapshot.phase import Phase
 from tierckpt.storage.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.slots import Slot, seal_area_bytes
 
@@ -431,7 +430,7 @@ class SlotHandoff:
         version.snapshot = None  # last: an interrupt may cut the steps above short
 
     def _filled(self, version: Version, snapshot: Snapshot) -> bool:
-        sealed = snapshot.phase is Phase.SEALED
+        sealed = snapshot.sealed
         self._pool.filled(snapshot.slot, version.id if sealed else None)
         version.tell(MEMORY, DONE if sealed else BROKEN)
         return sealed

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .copy_engine import VARIABLE as ENGINE_VARIABLE, Desk, Engine, Job
+    from .copy_engine import VARIABLE as ENGINE_VARIABLE, Desk, Job, Library
     from .copy_engine import describe as describe_engine, find as find_engine
     from .copy_plan import Binding, CopyPlan
     from .cuda import DeviceCopies, Sources
-    from .native_snapshot import NativeSnapshot
-    from .phase import Phase
+    from .engine import NativeEngine, TorchEngine, Watch
     from .snapshot import Copier, Snapshot
     from .staging import Staging
 

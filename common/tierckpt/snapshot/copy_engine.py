@@ -50,6 +50,8 @@ class Progress(IntEnum):
     """Blocks are held, and no released one is left."""
     UNFINISHED = 3
     """Call again: see `HELP_BYTES`, `Desk`."""
+    ORDERED = 4
+    """A device copies the rest before it changes a source: see `cuda`. Not of the library."""
 
 
 _PROGRESS: list[Progress] = [*Progress]
@@ -67,7 +69,7 @@ class Table:
         self.nbytes = int(blocks[:, 3].sum())
 
 
-class Engine:
+class Library:
     """The loaded library. Threads may share it: it keeps no state.
 
     Raises OSError if a library cannot be loaded, AttributeError if it lacks a function, ValueError
@@ -134,26 +136,25 @@ class Job:
     or `copy_one`, whether or not the job was aborted.
     """
 
-    def __init__(self, engine: Engine, table: Table) -> None:
-        self._engine, self._table = engine, table
-        nbytes = engine.job_bytes(table.count)
+    def __init__(self, library: Library, table: Table) -> None:
+        self._library, self._table = library, table
+        nbytes = library.job_bytes(table.count)
         self._memory = (ctypes.c_uint64 * (nbytes // 8 + 1))()
         self._at = ctypes.addressof(self._memory)
-        self._results_at = self._at + engine.results_offset
-        engine.init(self._at, engine.hash_address, table.segments, table.blocks, table.count)
+        self._results_at = self._at + library.results_offset
+        library.init(self._at, library.hash_address, table.segments, table.blocks, table.count)
 
     def bind(self, target: int) -> None:
         """Set the target, the address of offset 0; nothing is copied before."""
-        self._engine.bind(self._at, target)
+        self._library.bind(self._at, target)
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Allow the copy of these blocks."""
+    def release(self, blocks: Iterable[int] | None) -> None:
+        """Allow the copy of these blocks, of all with None."""
+        if blocks is None:
+            self._library.release(self._at, None, 0)
+            return
         numbers = [*blocks]
-        self._engine.release(self._at, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers))
-
-    def release_all(self) -> None:
-        """Allow the copy of all blocks."""
-        self._engine.release(self._at, None, 0)
+        self._library.release(self._at, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers))
 
     def held(self) -> set[int]:
         """The blocks that are not released."""
@@ -163,32 +164,32 @@ class Job:
 
     def run(self, wait_seconds: float) -> Progress:
         """Copy released blocks, until none was released for `wait_seconds`."""
-        return _PROGRESS[int(self._engine.run(self._at, int(1e9 * wait_seconds)))]
+        return _PROGRESS[int(self._library.run(self._at, int(1e9 * wait_seconds)))]
 
     def wait(self, wait_seconds: float) -> Progress:
         """As `run`, but without copying: UNFINISHED if a block may be taken."""
-        return _PROGRESS[int(self._engine.wait(self._at, int(1e9 * wait_seconds)))]
+        return _PROGRESS[int(self._library.wait(self._at, int(1e9 * wait_seconds)))]
 
     def help(self) -> Progress:
         """Copy the released blocks that are left, and return when no thread copies one."""
         while True:
-            progress = _PROGRESS[int(self._engine.help(self._at, HELP_BYTES, HELP_NANOSECONDS))]
+            progress = _PROGRESS[int(self._library.help(self._at, HELP_BYTES, HELP_NANOSECONDS))]
             if progress is not Progress.UNFINISHED:
                 return progress
 
     def take(self) -> int | None:
         """Take one released block, for `copy_one`; None if there is none."""
-        number = int(self._engine.take(self._at))
+        number = int(self._library.take(self._at))
         return None if number < 0 else number
 
     def copy_one(self, block: int) -> float:
         """Copy a block that this thread took; returns when it was copied, in
         `time.perf_counter()` seconds: Linux has one monotonic clock."""
-        return float(self._engine.copy_one(self._at, block)) / 1e9
+        return float(self._library.copy_one(self._at, block)) / 1e9
 
     def abort(self) -> None:
         """Start no further block; all calls return after the block that they copy."""
-        self._engine.abort(self._at)
+        self._library.abort(self._at)
 
     def results(self) -> tuple[float, float, bytes]:
         """Seconds of copying and of hashing, summed over all threads, and the digests of the
@@ -202,17 +203,17 @@ class Job:
     @property
     def copying(self) -> bool:
         """True while a thread writes to the target."""
-        return bool(self._engine.copying(self._at))
+        return bool(self._library.copying(self._at))
 
 
 class Desk:
     """A place where the copier thread waits for one job at a time, without the interpreter."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._memory = (ctypes.c_uint64 * (engine.desk_bytes() // 8 + 1))()
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._memory = (ctypes.c_uint64 * (library.desk_bytes() // 8 + 1))()
         self._at = ctypes.addressof(self._memory)
-        engine.desk_init(self._at)
+        library.desk_init(self._at)
         self._kept: list[tuple[Job, object]] = []
         """The jobs that the copier may use, and the owners of their memory."""
 
@@ -233,14 +234,14 @@ class Desk:
         head, nbytes, tail, room = parts
         self._kept.append((job, owner))  # before: an interrupt may come after the call
         at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
-        if not self._engine.post(*at, head, *sizes):
+        if not self._library.post(*at, head, *sizes):
             return False
         del self._kept[:-1]
         return True
 
     def settle(self, job: Job) -> None:
         """This job is over: `serve` need not return for it. Any thread."""
-        self._engine.settle(self._at, job._at)
+        self._library.settle(self._at, job._at)
 
     def clear(self) -> None:
         """Drop the jobs and the owners of their memory, once no thread serves any more."""
@@ -248,38 +249,38 @@ class Desk:
 
     def ring(self) -> None:
         """Have `serve` return UNFINISHED, after the job that it is with."""
-        self._engine.ring(self._at)
+        self._library.ring(self._at)
 
     def serve(self, wait_seconds: float, linger_seconds: float) -> Progress:
         """Copier thread: copy posted jobs. Returns COMPLETE if no thread has settled a job
         `linger_seconds` after its last block was taken, ABORTED if it was aborted, IDLE if there
         was no job, or no release of its blocks, for `wait_seconds`."""
-        state = self._engine.serve(self._at, int(1e9 * wait_seconds), int(1e9 * linger_seconds))
+        state = self._library.serve(self._at, int(1e9 * wait_seconds), int(1e9 * linger_seconds))
         return _PROGRESS[int(state)]
 
 
-def find() -> Engine | None:
+def find() -> Library | None:
     """The library, if it is there and may be used. Looks once per process."""
     return _found()[0]
 
 
 def describe() -> str:
     """A sentence for the log: what copies, and why."""
-    engine, reasons = _found()
-    if engine is not None:
-        return f"versions are copied by the copy engine, {engine.path}"
+    library, reasons = _found()
+    if library is not None:
+        return f"versions are copied by the copy engine, {library.path}"
     return f"versions are copied by torch, with more time of the CPU: {reasons}"
 
 
 @cache
-def _found() -> tuple[Engine | None, str]:
+def _found() -> tuple[Library | None, str]:
     if os.environ.get(VARIABLE) == "torch":
         return None, f"{VARIABLE} asks for it"
     reasons = []
     for path in sorted(Path(__file__).parent.glob(_NAME)):
         for hashes in _hash_libraries():
             try:
-                return Engine(str(path), hashes), ""
+                return Library(str(path), hashes), ""
             except (OSError, AttributeError, ValueError) as error:
                 reasons.append(str(error))
     none = "the copy engine is not built; install Tierckpt again, with a C compiler"
@@ -292,4 +293,4 @@ def _hash_libraries() -> Iterator[str]:
     yield "libxxhash.so.0"
 
 
-__all__ = ["Desk", "Engine", "Job", "Progress", "Table", "describe", "find"]
+__all__ = ["Desk", "Job", "Library", "Progress", "Table", "describe", "find"]

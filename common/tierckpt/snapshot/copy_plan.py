@@ -15,6 +15,7 @@ only if its length changed, as the layout depends on it: see `Staging`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -735,6 +736,11 @@ class Binding:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.view = slot.image()
+
+    @property
+    def address(self) -> int:
+        """Where its memory is."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
     @functools.cached_property
     def tensor(self) -> torch.Tensor:

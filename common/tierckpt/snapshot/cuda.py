@@ -1,12 +1,12 @@
-"""The snapshot on a GPU: copies on a side stream, and a barrier that does not block Python.
+"""The engine for a GPU: copies on a side stream, and a barrier that does not block Python.
 
-Differences from the snapshot on a CPU:
+Differences from the engines for a CPU:
 
 - Slots are page-locked in place (`cudaHostRegister`), so device-to-host copies are real DMA.
 - The copier thread feeds copies to a low-priority stream, two batches deep. A few threads hash what
-  has arrived, each a batch, while the next ones are copied. The copy engine enqueues a batch, and
+  has arrived, each a batch, while the next ones are copied. The C library enqueues a batch, and
   hashes it, in one call each (`DeviceCopies`). Blocks of small tensors are gathered on the device
-  by torch, which does everything where the engine is missing. A small number of batches leaves the
+  by torch, which does everything where the library is missing. A small number of batches leaves the
   source of the rest open:
 - At the barrier, the blocks not yet fed are cloned on the device (terabytes a second) if memory
   allows, and are copied from the clone; otherwise they are fed at once. Then the compute stream
@@ -40,24 +40,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
 from msgspec import Struct
 
-from tierckpt import _faults
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES, digest
 from tierckpt.state import tree_codec
 from tierckpt.storage.slots import Slot
 
-from .copy_engine import Engine, find
+from .copy_engine import Library, Progress, find
 from .copy_plan import Binding, CopyPlan
-from .native_snapshot import RELEASE_AT_ONCE_BYTES
-from .phase import Phase
-from .snapshot import Snapshot, SnapshotError
+from .engine import BlockQueue, Engine, SnapshotError
 
 __all__ = [
     "MAX_COPY_BYTES",
@@ -90,7 +86,7 @@ class Sources(Struct):
     owners: np.ndarray
     """For each segment, the number of its tensor, uint32: CUDA refuses a copy that spans two."""
     direct: list[bool]
-    """For each block, True if the engine copies it."""
+    """For each block, True if the library copies it."""
 
     @classmethod
     def of(cls, plan: CopyPlan) -> Sources:
@@ -99,7 +95,7 @@ class Sources(Struct):
         return cls(*plan.addresses(), np.array(owners, np.uint32), _direct(plan))
 
     def split(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The blocks that the engine copies, and the others."""
+        """The blocks that the library copies, and the others."""
         direct = self.direct
         own = [b for b in blocks if direct[b]]
         return own, [] if len(own) == len(blocks) else [b for b in blocks if not direct[b]]
@@ -115,11 +111,11 @@ def _direct(plan: CopyPlan) -> list[bool]:
 
 
 class DeviceCopies:
-    """The engine's functions for a device. Any thread; its current device must be the one of the
+    """The library's functions for a device. Any thread; its current device must be the one of the
     stream. The caller keeps the memory until a copy is complete."""
 
-    def __init__(self, engine: Engine, copy_address: int) -> None:
-        self._engine, self._copy = engine, copy_address
+    def __init__(self, library: Library, copy_address: int) -> None:
+        self._library, self._copy = library, copy_address
 
     def enqueue(
         self, sources: Sources, blocks: Sequence[int], target: int, stream: torch.cuda.Stream
@@ -147,8 +143,8 @@ class DeviceCopies:
         """Digests of blocks that have arrived."""
         numbers = np.array(blocks, np.uint32)
         found = ctypes.create_string_buffer(len(numbers) * DIGEST_BYTES)
-        self._engine.hash_blocks(
-            self._engine.hash_address,
+        self._library.hash_blocks(
+            self._library.hash_address,
             sources.blocks.ctypes.data,
             numbers.ctypes.data,
             len(numbers),
@@ -166,7 +162,7 @@ class DeviceCopies:
         target: int,
         stream: torch.cuda.Stream,
     ) -> None:
-        code = self._engine.enqueue(
+        code = self._library.enqueue(
             self._copy,
             stream.cuda_stream,
             sources.segments.ctypes.data,
@@ -201,12 +197,12 @@ def forget_error(device: torch.device) -> None:
 
 @cache
 def device_copies(device: torch.device) -> DeviceCopies | None:
-    """The engine with the CUDA runtime of torch; None if either is missing, or does not copy right.
-    Then torch copies, with more time of the CPU."""
-    engine, address = find(), _copy_address()
-    if engine is None or address is None:
+    """The library with the CUDA runtime of torch; None if either is missing, or does not copy
+    right. Then torch copies, with more time of the CPU."""
+    library, address = find(), _copy_address()
+    if library is None or address is None:
         return None
-    copies = DeviceCopies(engine, address)
+    copies = DeviceCopies(library, address)
     return copies if _copies_right(copies, device) else None
 
 
@@ -377,126 +373,103 @@ class _Batch(Struct):
     """Kept until the copies have read them."""
 
 
-@dataclass
-class CudaSnapshot(Snapshot):
-    """A snapshot on a GPU, see the module's text; `Snapshot` names the thread of each method."""
+class CudaEngine(BlockQueue, Engine):
+    """The engine for a GPU, see the module's text. Made at the boundary."""
 
-    lane: CudaLane = field(kw_only=True)
+    prepares = True
 
-    starts_at_once = True
-    """True: the slot is prepared, with page locks, during the forward pass."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, plan: CopyPlan, lane: CudaLane) -> None:
+        super().__init__(plan)
+        self.lane = lane
         self._feeding = threading.Lock()
         """Held while a batch moves from the queue to the stream: the barrier sees whole batches."""
         self._flying: deque[_Batch] = deque()
         self._hashing: deque[Future[tuple[list[int], list[bytes], float]]] = deque()
         """Batches that have arrived; only the copier's thread uses it."""
-        self._sources = self.lane.sources_of(self.plan)
-        """Addresses of the blocks that the engine copies: in live tensors, then in the clone."""
+        self._sources = lane.sources_of(plan)
+        """Addresses of the blocks that the library copies: in live tensors, then in the clone."""
         self._clone: torch.Tensor | None = None
         self._clones: dict[int, torch.Tensor] = {}
         """Clones of other blocks."""
-        self._passed = False
         self._boundary = torch.cuda.Event(blocking=True)  # a waiting thread does not spin
-        self._boundary.record(torch.cuda.current_stream(self.lane.device))
+        self._boundary.record(torch.cuda.current_stream(lane.device))
         self._ready = self._boundary
 
-    def _hold(self) -> None:
-        super()._hold()
-        self._at_once = self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
-        if self._at_once:  # then the copier is woken once, and feeds one batch
-            self.starts_at_once = False
-            self._held.update(self._todo)
-            self._todo.clear()
-
-    def run(self) -> None:
-        """Copier thread: feed, and hash arrived blocks, until the snapshot is done."""
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """See `Engine`. Copies of the rank tree are work for the side stream, too: their sources
+        are clones, so no barrier waits for them."""
         self.lane.use()
-        self.bind()
-        if not self._enter():
-            return
-        with self._leaving():
+        self.copying = True
+        try:
+            with self.lane.after(self._boundary):
+                yield
+        finally:
             try:
-                self._feed_and_receive()
-            except Exception as error:
-                self.fail(error)  # first: from now on a barrier feeds nothing,
-            with self._feeding:  # and this waits for a barrier in progress
-                # Nothing may use the slot once it is given back.
-                self.lane.stream.synchronize()
-                wait(self._hashing)
-                self._clones.clear()
-                self._clone = None
+                with self._feeding:  # a barrier in progress; a later one feeds nothing
+                    # Nothing may use the slot once it is given back.
+                    self.lane.stream.synchronize()
+                    wait(self._hashing)
+                    self._clones.clear()
+                    self._clone = None
+            finally:
+                self.copying = False
 
-    def _feed_and_receive(self) -> None:
+    def run(self, wait_seconds: float) -> Progress:
+        """Feed, and hash arrived blocks; see `Engine`."""
         self._boundary.synchronize()  # copies start after the device reaches the boundary
-        while self.phase is Phase.OPEN:
+        while not self._ended:
             start = time.perf_counter()
             with self._feeding:
-                fed = len(self._flying) < BATCHES_IN_FLIGHT and self._feed(BATCH_BYTES)
+                fed = len(self._flying) < BATCHES_IN_FLIGHT and self._feed()
             if fed:
-                with self._changed:
-                    self.clock.copy += time.perf_counter() - start
+                self._count((), (), time.perf_counter() - start, 0.0)
             elif self._flying:
                 self._receive(self._flying.popleft())
             elif self._hashing:
-                self._count(*self._hashing.popleft().result())
-            elif not self._copy_tree():
-                self._await_release()
+                blocks, found, seconds = self._hashing.popleft().result()
+                self._count(blocks, found, 0.0, seconds)
+            else:
+                with self._changed:
+                    more = self._changed.wait_for(
+                        lambda: self._todo or self._flying or self._ended or not self._left,
+                        wait_seconds,
+                    )
+                if not more or not self._left:
+                    break
+        return self._progress()
 
-    def _copy_tree(self) -> bool:
-        """Copy a block of the tree, if one is left. Its sources are clones, so no barrier waits for
-        it. Their memory is free on return, as all copies that read it have completed."""
-        if not self._tree_todo:
-            return False
-        with self.lane.after(self._boundary):
-            return self._work(self._tree_todo)
-
-    def _nothing_to_do(self) -> bool:
-        return super()._nothing_to_do() and not self._flying and not self._hashing
-
-    def barrier(self) -> None:
-        """Return after the compute stream was ordered to wait for all reads of live tensors."""
-        start = time.perf_counter()
-        try:
-            with self._feeding:  # before the release: cloning is better than feeding
-                self._release_rest()
-                self._release_batch()
-        except Exception as error:
-            self.fail(error)
-        self.clock.barrier += time.perf_counter() - start
-        self._record("barrier", start)
-
-    def _release_batch(self) -> None:
-        """Clone or feed the rest, check that nothing was changed, and order the streams."""
-        if self.phase is not Phase.OPEN:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise SnapshotError(
-                "the optimizer's step is being captured into a CUDA graph. Replays run no hooks, "
-                "so they would not wait for copies: capture only forward and backward pass"
-            )
-        compute = torch.cuda.current_stream(self.lane.device)
-        if self._clone_rest():
-            self._ready = torch.cuda.Event()
-            self._ready.record(compute)
-        else:
-            while self._feed(BATCH_BYTES):
-                pass
-        read = torch.cuda.Event()
-        read.record(self.lane.stream)
-        compute.wait_event(read)
+    def help(self) -> Progress:
+        """Clone or feed the rest, and order the compute stream after all reads of live tensors."""
+        with self._feeding:  # before the release: cloning is better than feeding
+            self.release(None)
+            if self._ended:
+                return Progress.ABORTED
+            if torch.cuda.is_current_stream_capturing():
+                raise SnapshotError(
+                    "the optimizer's step is being captured into a CUDA graph. Replays run no "
+                    "hooks, so they would not wait for copies: capture only forward and backward "
+                    "pass"
+                )
+            compute = torch.cuda.current_stream(self.lane.device)
+            if self._clone_rest():
+                self._ready = torch.cuda.Event()
+                self._ready.record(compute)
+            else:
+                while self._feed():
+                    pass
+            read = torch.cuda.Event()
+            read.record(self.lane.stream)
+            compute.wait_event(read)
         with self._changed:
-            self._check_counters()
-            self._passed = True
             self._changed.notify_all()
+        return Progress.ORDERED
 
     def _clone_rest(self) -> bool:
         """Clone the blocks not fed yet; False if they are few, or there is no room."""
         with self._changed:
             left = list(self._todo)
-        nbytes = sum(self.plan.layout.blocks[b].nbytes for b in left)
+        nbytes = sum(self._plan.layout.blocks[b].nbytes for b in left)
         if nbytes <= CLONE_FROM_BYTES or not self.lane.has_room(nbytes):
             return False
         try:
@@ -516,33 +489,33 @@ class CudaSnapshot(Snapshot):
             stream = torch.cuda.current_stream(self.lane.device)
             clone, sources = self.lane.copies.clone(sources, direct, stream)
         for run, source in self._runs(others):
-            sizes = [self.plan.layout.blocks[b].nbytes for b in run]
+            sizes = [self._plan.layout.blocks[b].nbytes for b in run]
             clones.update(zip(run, source.clone().split(sizes), strict=True))
         self._sources, self._clone, self._clones = sources, clone, clones
 
-    def _feed(self, most_bytes: int) -> bool:
+    def _feed(self) -> bool:
         """Enqueue copies of released blocks; with `_feeding` held. False when there are none."""
-        binding = self._binding
         with self._changed:
-            if binding is None or self.phase is not Phase.OPEN:
+            if (target := self._target) is None:
                 return False
             blocks: list[int] = []
             nbytes = 0
-            while self._todo and nbytes < most_bytes:
+            while self._todo and nbytes < BATCH_BYTES:
                 blocks.append(self._todo.popleft())
-                nbytes += self.plan.layout.blocks[blocks[-1]].nbytes
+                nbytes += self._plan.layout.blocks[blocks[-1]].nbytes
         if not blocks:
             return False
-        _faults.point("copy", version=self.facts.id.version, block=blocks[0])
+        binding, start, watch = target
+        watch.copies(blocks[0])
         batch = _Batch(blocks, torch.cuda.Event(blocking=True), [])
-        self._enqueue(batch, binding)
+        self._enqueue(batch, binding, start)
         batch.arrived.record(self.lane.stream)
         self._flying.append(batch)
         with self._changed:
             self._changed.notify_all()
         return True
 
-    def _enqueue(self, batch: _Batch, binding: Binding) -> None:
+    def _enqueue(self, batch: _Batch, binding: Binding, start: int) -> None:
         """Enqueue the copies of a batch on the side stream."""
         others = batch.blocks
         if self._sources is not None:
@@ -550,13 +523,13 @@ class CudaSnapshot(Snapshot):
             if direct:
                 assert self.lane.copies is not None
                 self.lane.stream.wait_event(self._ready)
-                target = binding.tensor.data_ptr() + len(self._header)
+                target = binding.address + start
                 self.lane.copies.enqueue(self._sources, direct, target, self.lane.stream)
         if not others:
             return
         with self.lane.after(self._ready):
             for run, source in self._runs(others):
-                low = len(self._header) + self.plan.layout.blocks[run[0]].offset
+                low = start + self._plan.layout.blocks[run[0]].offset
                 binding.tensor.narrow(0, low, source.numel()).copy_(source, non_blocking=True)
                 batch.sources.append(source)
 
@@ -587,54 +560,40 @@ class CudaSnapshot(Snapshot):
     def _parts(self, block: int) -> list[torch.Tensor]:
         """The block's bytes, in order."""
         clone = self._clones.pop(block, None)
-        return [clone] if clone is not None else self.plan.source(block)[0]
+        return [clone] if clone is not None else self._plan.source(block)[0]
 
     def _receive(self, batch: _Batch) -> None:
         """Wait for a batch, and have it hashed."""
-        binding = self._binding
-        if binding is None:
+        if (target := self._target) is None:
             return
-        start = time.perf_counter()
+        binding, start, watch = target
+        begin = time.perf_counter()
         batch.arrived.synchronize()
         batch.sources.clear()
         end = time.perf_counter()
-        with self._changed:
-            self.clock.copy += end - start
-        if self.trace is not None:
-            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, start, end)
+        self._count((), (), end - begin, 0.0)
+        watch.copied(batch.blocks, begin, end)
         if len(batch.blocks) * BLOCK_BYTES > HASHED_ALONE_BYTES:
             # Raises RuntimeError while the interpreter shuts down: then the snapshot fails.
-            self._hashing.append(self.lane.hashers.submit(self._hash, batch.blocks, binding))
+            hashing = self.lane.hashers.submit(self._hash, batch.blocks, binding, start)
+            self._hashing.append(hashing)
         else:
-            self._count(*self._hash(batch.blocks, binding))
+            blocks, found, seconds = self._hash(batch.blocks, binding, start)
+            self._count(blocks, found, 0.0, seconds)
 
-    def _hash(self, blocks: list[int], binding: Binding) -> tuple[list[int], list[bytes], float]:
+    def _hash(
+        self, blocks: list[int], binding: Binding, start: int
+    ) -> tuple[list[int], list[bytes], float]:
         """The blocks, their digests, and the seconds that this took. Any thread."""
-        started, start = time.perf_counter(), len(self._header)
+        begin = time.perf_counter()
         sources, copies = self._sources, self.lane.copies
         if sources is not None and copies is not None:
-            found = copies.hash(sources, blocks, binding.tensor.data_ptr() + start)
+            found = copies.hash(sources, blocks, binding.address + start)
         else:
-            each = (self.plan.layout.blocks[b] for b in blocks)
+            each = (self._plan.layout.blocks[b] for b in blocks)
             lows = ((start + block.offset, block.nbytes) for block in each)
             found = [digest(binding.view[low : low + nbytes]) for low, nbytes in lows]
-        return blocks, found, time.perf_counter() - started
-
-    def _count(self, blocks: list[int], found: list[bytes], seconds: float) -> None:
-        """Note the digests of arrived blocks, and seal after the last ones."""
-        with self._changed:
-            for block, value in zip(blocks, found, strict=True):
-                self._digests[block] = value
-            self._left -= len(blocks)
-            self.clock.checksum += seconds
-            last = self._left == 0
-        if last:
-            self._seal()
-
-    def _check_before_seal(self) -> None:
-        with self._changed:
-            if not self._passed:  # else the barrier has checked, and the optimizer has run
-                self._check_counters()
+        return blocks, found, time.perf_counter() - begin
 
 
 def _alike(parts: list[torch.Tensor], more: list[torch.Tensor]) -> bool:

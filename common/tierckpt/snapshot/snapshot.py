@@ -4,24 +4,28 @@ The steps, with their threads:
 
 1. *boundary* (training thread): `CopyPlan.stage` copies buffers and small state aside.
 
-2. *release* (training thread): blocks of a layer may be copied once its allreduce has started. The
-first release wakes the copier: at the boundary it would only slow down the forward pass. (As long
-as slots must be made, which takes longer, it starts at once.) After one second without a release
-(an evaluation may follow the boundary), the copier releases the rest by itself.
+2. *release* (training thread): blocks of a layer may be copied once its allreduce has started. A
+small state is released as a whole, with its first layer. The first release wakes the copier: at the
+boundary it would only slow down the forward pass. (As long as slots must be made, which takes
+longer, it starts at once.) After one second without a release (an evaluation may follow the
+boundary), the copier releases the rest by itself.
 
-3. *bind* (copier thread): wait until some slot may be overwritten, and claim it. (The training
-thread does so at the release if it need not wait, see `native_snapshot`.)
+3. *bind*: claim a slot that may be overwritten. The training thread does so when it releases a
+small state, if that does not wait and the engine can be *posted*: then it leaves the copier all
+work, in one call. Otherwise (a large state, a large tree, a vote that has not come, a slot to be
+made) the copier does, and waits.
 
-4. *copy* (copier thread): each block is copied and then hashed while it is in the core's cache;
-blocks of the rank's tree follow when no others are released.
+4. *copy* (copier thread): the engine copies each block, and hashes it; blocks of the rank's tree
+follow when no others are released.
 
 5. *barrier* (training thread, before the optimizer's step): everything is released. The training
 thread helps to copy instead of waiting for the copier, and returns when no block is left that the
 optimizer could change during its copy.
 
-6. *seal* (the thread that copied the last block, or saw that it was): digests, manifest, seal.
+6. *seal* (the thread that copied the last block, or saw that it was): digests, manifest, seal. If a
+version was posted, and no barrier comes for `LINGER_SECONDS`, the copier seals it.
 
-A failure makes the snapshot FAILED, and it is then never sealed. Training is not affected.
+A failure means that it is never sealed. Training is not affected.
 
 `Copier` is the thread that copies snapshots beside the training.
 
@@ -46,9 +50,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from msgspec import Struct
@@ -56,21 +60,18 @@ from msgspec.structs import asdict
 
 from tierckpt import _faults
 from tierckpt._text import error_text, some
+from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.records import VersionFacts
 from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.state import tree_codec
 from tierckpt.state.names import parameter_of
+from tierckpt.storage.slot_pool import NoSlotError
 from tierckpt.storage.slots import Slot
 
 from .copy_engine import Desk, Progress
 from .copy_plan import Binding, CopyPlan
-from .phase import Phase
-
-if TYPE_CHECKING:
-    from tierckpt.tracing.recorder import Trace
-
-    from .copy_plan import CopyPlan
+from .engine import Engine, SnapshotError, Watch
 
 __all__ = ["MOVED", "Copier", "Work", "guard_memory_moves"]
 
@@ -150,6 +151,10 @@ def _wrap_move(kind: type, name: str, storage_of: Callable[[Any], torch.UntypedS
 
 _log = logging.getLogger("tierckpt")
 
+RELEASE_AT_ONCE_BYTES = 16 * 1024 * 1024
+"""A smaller state is released as a whole: its copy takes a few milliseconds, less than a wake-up of
+the copier for each layer would cost the training."""
+
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then continues the training without the snapshot."""
 
@@ -164,10 +169,6 @@ LINGER_SECONDS = 0.02
 short a step would wait for the copier's turn at the interpreter."""
 
 JOIN_PATIENCE_SECONDS = 10.0
-
-
-class SnapshotError(Exception):
-    """Reason for a failed snapshot; reported by an event, never raised in the training loop."""
 
 
 class ChooseSlot(Protocol):
@@ -216,21 +217,23 @@ class Snapshot:
     choose_slot: ChooseSlot
     on_done: Callable[[Snapshot], None]
     """Called once, by the thread that sealed the snapshot or failed it."""
+    engine: Engine
+    """Copies this version alone."""
     clock: PhaseTimer = field(default_factory=PhaseTimer)
-    phase: Phase = Phase.OPEN
+    open: bool = True
+    """False once it is sealed or has failed."""
+    sealed: bool = False
     error: str = ""
     slot: Slot | None = None
     manifest: Manifest | None = None
     started_seconds: float = field(default_factory=time.monotonic)
-    trace: Trace | None = None
-    """Recorder of spans, if there is one."""
     submit: Callable[[Snapshot], None] | None = None
     """Submits the snapshot to a copier; called once, by `start`."""
-    starts_at_once = False
-    """True: start at the boundary, not with the first released block."""
 
     def __post_init__(self) -> None:
-        blocks = self.plan.layout.blocks
+        self.watch = Watch(self.facts.id.version, self.plan)
+        self.posted = False
+        """True if the copier copies without the interpreter."""
         self.overwritten = False
         """True if it failed because its sources were changed during the copy."""
         self.starved = False
@@ -240,21 +243,24 @@ class Snapshot:
         """Asked by the barrier while there is no slot: True if there will be none."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # with it, `with` would be Python's code
-        self._todo: deque[int] = deque()
-        self._held: set[int] = set()
-        self._at_once = False
+        self._at_once = 0 < self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
         """True: the first released layer releases everything."""
+        if not self._at_once:
+            self.engine.release(self.plan.own_blocks)
         self._all_released = False
-        self._hold()
         self._tree_todo: deque[int] = deque()
-        """Blocks of the tree, numbered after all others; empty until there is a slot."""
-        self._left = len(blocks)
+        """Blocks of the tree; empty until there is a slot."""
+        self._tree_digests: list[bytes] = []
+        self._digests: bytes | None = None
+        """Those of the engine's blocks, once all are copied."""
+        self._left = 1
+        """Blocks of the tree that are not copied, and one more for all of the engine's."""
         self._in_flight = 0
         """Number of threads that use the slot."""
         self._reporting = self._reported = False
-        self._digests: list[bytes] = [b""] * len(blocks)
         self._binding: Binding | None = None
-        self._counters = self.plan.baseline
+        self._counters: bytes | None = self.plan.baseline
+        """None once they were compared."""
         self._header = b""
         self._data_bytes = 0
         self._tree: tree_codec.EncodedTree | None = None
@@ -262,14 +268,23 @@ class Snapshot:
         guard_memory_moves(self)
 
     @property
+    def failed(self) -> bool:
+        """True if it will never be sealed."""
+        return not self.open and not self.sealed
+
+    @property
     def over(self) -> bool:
         """True when no thread uses the slot or the sources any more. Any thread."""
         return self._reported
 
-    def _hold(self) -> None:
-        """Start with all striped blocks held."""
-        self._todo.extend(self.plan.own_blocks)
-        self._held.update(self.plan.striped_blocks)
+    @property
+    def starts_at_once(self) -> bool:
+        """True: start at the boundary, not with the first released block."""
+        return self.engine.prepares and not self._at_once
+
+    def held_blocks(self) -> set[int]:
+        """Blocks that may not be copied yet. Any thread."""
+        return self.engine.held()
 
     # --- training thread -----------------------------------------------------------------------
 
@@ -278,44 +293,30 @@ class Snapshot:
         if self._all_released:
             return
         if self._at_once:
-            self.release_all()
-            return
-        blocks = self.plan.blocks_of
-        self._release([b for p in params for b in blocks.get(id(p), ())])
+            self._release(None)
+        else:
+            blocks = self.plan.blocks_of
+            self._release([b for p in params for b in blocks.get(id(p), ())])
 
     def release_all(self) -> None:
         """Allow the copy of everything from now on."""
-        self._let_all_copy()
-        self.start()
+        if not self._all_released:
+            self._release(None)
 
-    def _release(self, blocks: Iterable[int]) -> None:
-        self._let_copy(blocks)
-        self.start()
-
-    def _let_copy(self, blocks: Iterable[int]) -> None:
-        """Queue these blocks, each only once. Any thread."""
+    def _release(self, blocks: Iterable[int] | None) -> None:
+        """Allow the copy of these blocks, of all with None, and have the copier start."""
         try:
-            with self._lock:
-                fresh = []
-                for block in blocks:
-                    if block in self._held:
-                        self._held.remove(block)
-                        fresh.append(block)
-                if fresh:
-                    self._todo.extend(fresh)
-                    self._changed.notify_all()
+            submit = self._take_submit()
+            if submit is not None and self._at_once and self._post():
+                self._all_released = True
+                return
+            self.engine.release(blocks)
+            self._all_released = blocks is None
+            if submit is not None:
+                submit(self)
         except BaseException as error:  # as in `barrier`
             self.fail(error)
             raise
-
-    def held_blocks(self) -> set[int]:
-        """Blocks that may not be copied yet. Any thread."""
-        return {*self._held}
-
-    def _let_all_copy(self) -> None:
-        with self._lock:
-            self._let_copy(sorted(self._held))
-            self._all_released = True
 
     def start(self) -> None:
         """Wake the copier, unless that was done before."""
@@ -329,35 +330,58 @@ class Snapshot:
             submit, self.submit = self.submit, None
             return submit
 
+    def _post(self) -> bool:
+        """Bind, release all, and leave the copier all work. False if it must bind itself, because
+        that takes time. No other thread knows the slot before."""
+        try:
+            if not self.engine.posts or not self.open or self.watch.each():
+                return False
+            tail, room = self._encode().whole, self._data_bytes - self.plan.layout.nbytes
+            if tail is None or room > BLOCK_BYTES:
+                return False
+            binding = self._claim(1, True)
+            _faults.point("tree", version=self.facts.id.version, block=0)
+            self.posted, self._binding = True, binding
+            if not self.engine.post(binding, self._header, tail, room):
+                self.posted, self._binding = False, None
+            return self.posted
+        except NoSlotError:
+            return False
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return True
+
     def barrier(self) -> None:
-        """Return when the optimizer may change the tensors: sealed, or given up."""
+        """Return when the optimizer may change the tensors: sealed, given up, or the device will
+        have read them before."""
         start = time.perf_counter()
         try:
-            self._release_rest()
-            while self.work():
+            _faults.point("barrier", version=self.facts.id.version)
+            if not self._all_released:
+                self._release(())  # the engine releases the rest
+            if self._binding is None:
+                self._await_slot()
+            while (progress := self.work(None)) is Progress.UNFINISHED:
                 pass
-            with self._lock:
-                if not self._reported:
-                    self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
+            if progress is not Progress.ORDERED:
+                with self._lock:
+                    if not self._reported:
+                        self._changed.wait_for(lambda: self._reported or self.failed)
         except BaseException as error:  # an interrupt (Ctrl-C): a block may have no copy
             self.fail(error)
             raise
         self.clock.barrier += time.perf_counter() - start
-        if self.trace is not None:
-            self._record("barrier", start)
+        if self.watch.trace is not None:
+            self.watch.span("barrier", start)
 
-    def _release_rest(self) -> None:
-        """Start the barrier: release everything, and wait for a slot."""
-        _faults.point("barrier", version=self.facts.id.version)
-        self.release_all()
-        if self._binding is not None:
-            return
+    def _await_slot(self) -> None:
         deadline, bound = time.monotonic() + self.bind_patience_seconds, False
         while not bound and time.monotonic() < deadline:
             with self._lock:
                 bound = self._changed.wait_for(
-                    lambda: self._binding is not None or self.phase is not Phase.OPEN,
-                    LOOK_SECONDS,
+                    lambda: self._binding is not None or not self.open, LOOK_SECONDS
                 )
             if not bound and self.hopeless():
                 break
@@ -371,33 +395,75 @@ class Snapshot:
         with self._lock:
             return self._changed.wait_for(lambda: self._reported, timeout_seconds)
 
+    # --- copier thread -------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Copier thread: bind, then copy released blocks until all are copied."""
+        try:
+            with self.engine.serving():
+                while self.open and (progress := self.work(0.0)) is not Progress.COMPLETE:
+                    if progress is Progress.IDLE and self.work(QUIET_SECONDS) is Progress.IDLE:
+                        self._release_quietly()
+        finally:
+            self._report()
+
+    def run_if_quiet(self) -> None:
+        """Copier thread, when idle: `run`, if no thread has submitted the snapshot within
+        `QUIET_SECONDS` of the boundary. If it was posted, complete it here: no barrier has come,
+        or it has failed."""
+        quiet = time.monotonic() - self.started_seconds >= QUIET_SECONDS
+        if self.posted:
+            self.run()
+        elif quiet and self._take_submit() is not None:
+            self._release_quietly()
+            self.run()
+
+    def _release_quietly(self) -> None:
+        """Release all held blocks, on the copier's thread: the boundary may be followed by a long
+        evaluation, in which the node may be preempted.
+
+        Safe at any time: striped tensors do not change before the barrier, and the barrier returns
+        only when all blocks are copied, whichever thread released them.
+        """
+        self.engine.release(None)
+
     # --- copier thread, and the training thread inside the barrier ------------------------------
 
-    def _enter(self) -> bool:
-        """Register a user of the slot; False when the snapshot is over."""
-        with self._lock:
-            if self.phase is not Phase.OPEN:
-                return False
-            self._in_flight += 1
-            return True
+    def work(self, wait_seconds: float | None) -> Progress:
+        """Copy released blocks, waiting so long for more of them, or else one block of the tree.
+        None: help in the barrier. Seals if nothing is left then. The copier binds first.
 
-    @contextlib.contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """Wrap the use of the slot after `_enter`: an error fails the snapshot."""
+        COMPLETE: nothing is left to take. IDLE, UNFINISHED, ORDERED: as `Progress`. ABORTED: the
+        snapshot is over.
+        """
+        entered = False
         try:
-            yield
+            with self._lock:
+                if not self.open:
+                    return Progress.ABORTED
+                self._in_flight += 1
+                entered = True  # from here on, an interrupt fails the version
+            binding = self._binding or self._bind()  # keeps the slot mapped
+            engine = self.engine
+            progress = engine.help() if wait_seconds is None else engine.run(wait_seconds)
+            if progress is Progress.ORDERED:
+                self._check_counters()
+                return progress
+            if progress is Progress.COMPLETE and self._digests is None:
+                self._count()
+            if self._tree_todo and self._copy_tree_block(binding):
+                return Progress.UNFINISHED
+            return progress
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
-                raise
+                raise  # a KeyboardInterrupt in the barrier
+            return Progress.ABORTED
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Unregister a user of the slot; after the last one, the slot is given back."""
-        with self._lock:
-            self._in_flight -= 1
-        self._report()
+            if entered:  # without a call: an interrupt may come at its start
+                with self._lock:
+                    self._in_flight -= 1
+                self._report()
 
     def _encode(self) -> tree_codec.EncodedTree:
         """Encode the tree, once; sizes of the image are known then."""
@@ -407,130 +473,75 @@ class Snapshot:
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)
         return self._tree
 
-    def bind(self) -> None:
-        """Claim a slot, which voids its contents; copier thread only."""
-        if self._binding is not None or not self._enter():
-            return
-        with self._leaving():
-            self._encode()
-            others = len(self.plan.layout.blocks)
-            blocks = others + len(rank_state_blocks(self._data_bytes - self.plan.layout.nbytes))
-            start = time.perf_counter()
-            if self.slot is None:
-                self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
-            self._record("slot", start)
-            _faults.point("refill", version=self.facts.id.version)
-            binding = Binding(self.slot)
-            self._bound(binding)
-            with self._lock:
-                if self.phase is Phase.OPEN:
-                    self._tree_todo.extend(range(others, blocks))
-                    self._digests += [b""] * (blocks - others)
-                    self._left += blocks - others
-                    self._binding = binding
-                    self._changed.notify_all()
-
-    def _bound(self, binding: Binding) -> None:
-        """Prepare the copy into this slot; no thread copies yet."""
-
-    def work(self) -> bool:
-        """Copy one released block, or else one of the tree; False if there is none."""
-        return self._work(self._todo) or self._work(self._tree_todo)
-
-    def _work(self, todo: deque[int]) -> bool:
-        """Copy one block of `todo`; False if there is none."""
-        entered = False
-        try:
-            with self._lock:
-                binding = self._binding
-                if self.phase is not Phase.OPEN or not todo or binding is None:
-                    return False
-                self._in_flight += 1
-                entered = True  # from here on, an interrupt fails the version
-                block = todo.popleft()
-            self._copy_and_digest(binding, block)
-        except BaseException as error:
-            self.fail(error)
-            if not isinstance(error, Exception):
-                raise  # a KeyboardInterrupt in the barrier
-        finally:
-            if entered:  # without a call: an interrupt may come at its start
-                with self._lock:
-                    self._in_flight -= 1
-                self._report()
-        return True
-
-    def _copy_and_digest(self, binding: Binding, block: int) -> None:
+    def _claim(self, tree_blocks: int, at_once: bool) -> Binding:
+        """Claim a slot, which voids its contents. `at_once`: as in `ChooseSlot`."""
         start = time.perf_counter()
-        copied = self._copy(binding, block)
+        blocks = len(self.plan.layout.blocks) + tree_blocks
+        if self.slot is None:  # else the desk was taken
+            image_bytes = len(self._header) + self._data_bytes
+            self.slot = self.choose_slot(blocks, image_bytes, at_once)
+        if self.watch.trace is not None:
+            self.watch.span("slot", start)
+        _faults.point("refill", version=self.facts.id.version)
+        return Binding(self.slot)
+
+    def _bind(self) -> Binding:
+        """Copier thread: claim a slot, and allow the copy into it."""
+        self._encode()
+        tree_blocks = len(rank_state_blocks(self._data_bytes - self.plan.layout.nbytes))
+        binding = self._claim(tree_blocks, False)
+        with self._lock:
+            if self.open:
+                self.engine.fill(binding, len(self._header), self.watch)
+                self._tree_todo.extend(range(tree_blocks))
+                self._tree_digests = [b""] * tree_blocks
+                self._left += tree_blocks
+                self._binding = binding
+                self._changed.notify_all()
+        return binding
+
+    def _count(self) -> None:
+        """Count the engine's blocks as copied, once."""
+        with self._lock:
+            if self._digests is not None:
+                return
+            copying, hashing, self._digests = self.engine.results()
+            self.clock.copy += copying
+            self.clock.checksum += hashing
+        self._seal_after_the_last()
+
+    def _copy_tree_block(self, binding: Binding) -> bool:
+        """Copy a block of the tree; False if another thread has taken the last one."""
+        with self._lock:
+            if not self._tree_todo:
+                return False
+            block = self._tree_todo.popleft()
+        start = time.perf_counter()
+        _faults.point("tree", version=self.facts.id.version, block=block)
+        assert self._tree is not None
+        low = len(self._header) + self.plan.layout.nbytes
+        copied = binding.copy_tree(self._tree, low, len(self._header) + self._data_bytes, block)
         middle = time.perf_counter()
         found = digest(copied)
         with self._lock:
-            self._digests[block] = found
+            self._tree_digests[block] = found
             self.clock.copy += middle - start
-            end = time.perf_counter()
-            self.clock.checksum += end - middle
+            self.clock.checksum += time.perf_counter() - middle
+        self.watch.span("tree", start)
+        self._seal_after_the_last()
+        return True
+
+    def _seal_after_the_last(self) -> None:
+        with self._lock:
             self._left -= 1
             last = self._left == 0
-        self._record_copy(block, start, end)
         if last:
             self._seal()
-
-    def _copy(self, binding: Binding, block: int) -> memoryview:
-        number = block - len(self.plan.layout.blocks)
-        if number < 0:
-            _faults.point("copy", version=self.facts.id.version, block=block)
-            return binding.copy_block(self.plan, block, len(self._header))
-        _faults.point("tree", version=self.facts.id.version, block=number)
-        assert self._tree is not None
-        low, high = self._tree_range()
-        return binding.copy_tree(self._tree, low, high, number)
-
-    def _tree_range(self) -> tuple[int, int]:
-        """Start of the tree in the image, and end of its padding."""
-        start = len(self._header)
-        return start + self.plan.layout.nbytes, start + self._data_bytes
-
-    def run(self) -> None:
-        """Copier thread: bind, then copy released blocks until the snapshot is done."""
-        self.bind()
-        while self.phase is Phase.OPEN:
-            if not self.work():
-                self._await_release()
-
-    def run_if_quiet(self) -> None:
-        """Copier thread, when idle: `run`, if no thread has submitted the snapshot within
-        `QUIET_SECONDS` of the boundary."""
-        quiet = time.monotonic() - self.started_seconds >= QUIET_SECONDS
-        if quiet and self._take_submit() is not None:
-            self._release_quietly()
-            self.run()
-
-    def _await_release(self) -> None:
-        """Copier thread: wait until there may be work. After `QUIET_SECONDS` without a release (as
-        in a long evaluation, in which the node may be preempted) it releases everything."""
-        with self._lock:
-            if not self._nothing_to_do() or self._changed.wait(QUIET_SECONDS):
-                return
-        self._release_quietly()
-
-    def _nothing_to_do(self) -> bool:
-        """True if no block may be copied now. With the lock held."""
-        return not (self._todo or self._tree_todo) and self.phase is Phase.OPEN
-
-    def _release_quietly(self) -> None:
-        """Release all held blocks, on the copier's thread.
-
-        Safe at any time: striped tensors do not change before the barrier, and the barrier returns
-        only when all blocks are copied, whichever thread released them. A barrier at the same time
-        is safe as well: it empties the queue that this fills.
-        """
-        self._let_all_copy()
 
     def _seal(self) -> None:
         """Seal the slot; by the thread that copied the last block."""
         started = time.perf_counter()
-        self._check_before_seal()
+        self._check_counters()
         start = len(self._header)
         self.manifest = Manifest(
             facts=self.facts,
@@ -546,19 +557,20 @@ class Snapshot:
         self.slot.seal(self.manifest.encode())
         _faults.point("sealed", version=self.facts.id.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
-        if self.trace is not None:
-            self._record("seal", started)
-        self._end(Phase.SEALED)
-
-    def _check_before_seal(self) -> None:
-        self._check_counters()
+        if self.watch.trace is not None:
+            self.watch.span("seal", started)
+        self._end(sealed=True)
 
     def _check_counters(self) -> None:
-        """Raise SnapshotError when a source was changed during the copy."""
-        if self.plan.counters() != self._counters:
+        """Raise SnapshotError when a source was changed during the copy; once, by the barrier or
+        the seal: from then on, the optimizer may run."""
+        with self._lock:
+            before, self._counters = self._counters, None
+            if before is None or self.plan.counters() == before:
+                return
             if moved := self.plan.moved():
                 raise SnapshotError(f"{some(moved)}: {MOVED}")
-            names = self.plan.changed_since(self._counters)
+            names = self.plan.changed_since(before)
             self.overwritten = True
             raise SnapshotError(
                 f"{some(names)}: changed between the boundary and the optimizer's step (the "
@@ -569,47 +581,35 @@ class Snapshot:
             )
 
     def _image_digests(self) -> bytes:
-        """Write the header; return its digest and those of all blocks, in order."""
+        """Digests of the header and all blocks, in order; write the header, if no engine did."""
+        assert self._digests is not None
         assert self._binding is not None
+        if self.posted:
+            return self._digests
         self._binding.view[: len(self._header)] = self._header
-        return b"".join((digest(self._header), *self._digests))
+        return b"".join((digest(self._header), self._digests, *self._tree_digests))
 
-    def _record_copy(self, block: int, start_seconds: float, end_seconds: float) -> None:
-        if self.trace is None:
-            return
-        version = self.facts.id.version
-        if block >= len(self.plan.layout.blocks):
-            self.trace.span("tree", start_seconds, end_seconds, version=version)
-        else:
-            self.trace.copied(version, self.plan, (block,), start_seconds, end_seconds)
-
-    def _record(self, kind: str, start_seconds: float) -> None:
-        """Record a span that ends now."""
-        if self.trace is not None:
-            now = time.perf_counter()
-            self.trace.span(kind, start_seconds, now, version=self.facts.id.version)
+    # --- its end -------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Give the snapshot up. Any thread."""
-        self._end(Phase.FAILED, error_text(error))
+        self._end(sealed=False, error=error_text(error))
         self._report()
 
-    def _end(self, phase: Phase, error: str = "") -> None:
+    def _end(self, sealed: bool, error: str = "") -> None:
         with self._lock:
-            if self.phase is Phase.OPEN:
-                self.phase, self.error = phase, error
+            if self.open:
+                self.sealed, self.error, self.open = sealed, error, False
                 self._binding = None
-                if phase is Phase.FAILED:  # after a seal, waiters wait for the report
+                if not sealed:  # after a seal, waiters wait for the report
                     self._changed.notify_all()
-
-    def _is_in_use(self) -> bool:
-        """True while a thread uses the slot. With the lock held."""
-        return self._in_flight > 0
+            sealed = self.sealed
+        self.engine.end(sealed)
 
     def _report(self) -> None:
         """Call `on_done`, once, when the snapshot is over and no thread uses the slot any more."""
         with self._lock:
-            if self.phase is Phase.OPEN or self._reporting or self._is_in_use():
+            if self.open or self._reporting or self._in_flight or self.engine.copying:
                 return
             self._reporting = True
         # As large as the state, perhaps.

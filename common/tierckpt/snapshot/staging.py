@@ -34,8 +34,8 @@ from tierckpt.storage.slot_pool import SlotPool
 
 from . import copy_engine
 from .copy_plan import CopyPlan, copy_parts
-from .native_snapshot import NativeSnapshot
-from .snapshot import ChooseSlot, Snapshot, SnapshotError
+from .engine import Engine, NativeEngine, SnapshotError, TorchEngine
+from .snapshot import ChooseSlot, Snapshot
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
@@ -176,7 +176,11 @@ class Staging:
             plan, node, arena = self.stage(adapter)
         finally:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
-        parts = (facts, plan, levels, node, arena, choose_slot, on_done)
+        engine = self._engine(plan)
+        return Snapshot(facts, plan, levels, node, arena, choose_slot, on_done, engine)
+
+    def _engine(self, plan: CopyPlan) -> Engine:
+        """The engine for a version that is taken now."""
         if plan.device.type == "cuda":
             from . import cuda
 
@@ -184,12 +188,12 @@ class Staging:
                 self.lane = cuda.CudaLane(plan.device)
                 locks = cuda.PageLocks(plan.device, self._pool.on_notice)
                 self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
-            return cuda.CudaSnapshot(*parts, lane=self.lane)
-        engine = copy_engine.find() if self._desk is not None else None
-        table = plan.table() if engine is not None else None
-        if engine is None or table is None or self._desk is None:
-            return Snapshot(*parts)
-        return NativeSnapshot(*parts, engine=engine, table=table, desk=self._desk)
+            return cuda.CudaEngine(plan, self.lane)
+        library = copy_engine.find() if self._desk is not None else None
+        table = plan.table() if library is not None else None
+        if library is None or table is None or self._desk is None:
+            return TorchEngine(plan)
+        return NativeEngine(library, plan, table, self._desk)
 
     def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
         """True if a snapshot taken now would equal this sealed one; nothing may be copied during

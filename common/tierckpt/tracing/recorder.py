@@ -195,7 +195,7 @@ class Trace(Part):
     def taken(self, snapshot: Snapshot) -> None:
         """Record the copy."""
         if self._file is not None:
-            snapshot.trace = self
+            snapshot.watch.trace = self
 
     def boundary_ends(self, at: Boundary) -> None:
         """Write the queue; close the file when all requested steps are recorded."""

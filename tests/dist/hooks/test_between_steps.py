@@ -25,7 +25,6 @@ from tests.support.training import (
     under_horovod,
 )
 from tierckpt.errors import ConfigError
-from tierckpt.snapshot import Phase
 
 STEPS = 6
 
@@ -44,7 +43,7 @@ def evaluated(place: Place) -> dict[str, Any]:
     taken = attached.ckpt._active.snapshot
     assert taken is not None
     taken.wait_done()  # in place of an evaluation: the checkpointer is not called
-    told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}
+    told = {"sealed": taken.sealed, "barrier": taken.clock.barrier}
     gradients = job.iterate(STEPS - 1)
     attached.ckpt.abandon()
     job = job_here(seed=2)

@@ -30,7 +30,7 @@ from tests.support.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot import Phase, Snapshot
+from tierckpt.snapshot import Snapshot
 
 PATIENCE_SECONDS = 120.0
 silent = partial(sgd, fused=True)  # this changes no version counter: only the barrier can help
@@ -56,7 +56,7 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
     if not held[-1]:
         # No thread is at the barrier: the copier completes the version alone, beside the reductions
         snapshot.wait_done()
-        assert snapshot.phase is Phase.SEALED
+        assert snapshot.sealed
         assert snapshot.clock.barrier == 0
     job.step()
     ckpt.abandon()

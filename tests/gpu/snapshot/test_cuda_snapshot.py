@@ -59,13 +59,13 @@ def path_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def watch_clones(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """True for every barrier that cloned its remaining blocks, False for the others."""
     cloned: list[bool] = []
-    clone_rest = cuda.CudaSnapshot._clone_rest
+    clone_rest = cuda.CudaEngine._clone_rest
 
-    def watched(self: cuda.CudaSnapshot) -> bool:
+    def watched(self: cuda.CudaEngine) -> bool:
         cloned.append(clone_rest(self))
         return cloned[-1]
 
-    monkeypatch.setattr(cuda.CudaSnapshot, "_clone_rest", watched)
+    monkeypatch.setattr(cuda.CudaEngine, "_clone_rest", watched)
     return cloned
 
 

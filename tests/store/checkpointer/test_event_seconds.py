@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.late_copies import before_blocks, without_the_engine
-from tierckpt.snapshot import Binding, Staging, snapshot
+from tierckpt.snapshot import Binding, Staging, engine, snapshot
 from tierckpt.storage import LocalStore
 from tierckpt.testing import TinyJob
 
@@ -32,7 +32,7 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
     [
         (Staging, "take", "sealed", "boundary"),
         (Binding, "copy_block", "sealed", "copy"),
-        (snapshot, "digest", "sealed", "checksum"),
+        (engine, "digest", "sealed", "checksum"),
         (snapshot.Snapshot, "barrier", "sealed", "sealed_after"),
         (LocalStore, "_write_manifest", "committed", "commit"),
     ],

@@ -21,7 +21,8 @@ import torch
 
 import tierckpt
 from tests.support.late_device import Compute, LateDevice, LateEvent, Side
-from tierckpt.snapshot import CopyPlan, Phase, Sources, cuda, describe_engine, find_engine
+from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine
+from tierckpt.snapshot.copy_engine import Progress
 
 pytestmark = pytest.mark.usefixtures("inline_agent")
 
@@ -91,23 +92,24 @@ def lane(device: LateDevice | None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0)
     monkeypatch.setattr(cuda, "BATCH_BYTES", 64 * 1024)
     made = CpuLane(room=True, device=device)
-    release_batch = cuda.CudaSnapshot._release_batch
+    help_ = cuda.CudaEngine.help
 
-    def checked(self: cuda.CudaSnapshot) -> None:
-        release_batch(self)
-        if self.phase is Phase.OPEN:
+    def checked(self: cuda.CudaEngine) -> Progress:
+        progress = help_(self)
+        if progress is not Progress.ABORTED:
             assert compute.waited_for == made.stream.enqueued  # else training would not wait
+        return progress
 
-    monkeypatch.setattr(cuda.CudaSnapshot, "_release_batch", checked)
+    monkeypatch.setattr(cuda.CudaEngine, "help", checked)
     yield made
     made.close()
 
 
 def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has room, but its allocator fails in the middle of the cloning."""
-    runs = cuda.CudaSnapshot._runs
+    runs = cuda.CudaEngine._runs
 
-    def run_out(self: cuda.CudaSnapshot, blocks: list[int]) -> Iterator[Any]:
+    def run_out(self: cuda.CudaEngine, blocks: list[int]) -> Iterator[Any]:
         for each in runs(self, blocks):
             yield each
             if threading.get_ident() not in lane.feeding:
@@ -116,7 +118,7 @@ def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
     def has_none(*args: object) -> Any:
         raise torch.cuda.OutOfMemoryError("no")
 
-    monkeypatch.setattr(cuda.CudaSnapshot, "_runs", run_out)
+    monkeypatch.setattr(cuda.CudaEngine, "_runs", run_out)
     monkeypatch.setattr(cuda.DeviceCopies, "clone", has_none)
 
 
@@ -162,9 +164,9 @@ def test_versions_are_exact_although_sealed_after_the_barrier(
     if path_taken.endswith("piece"):
         memory_in_pieces(lane, monkeypatch)
     cloned: list[bool] = []
-    clone_rest = cuda.CudaSnapshot._clone_rest
+    clone_rest = cuda.CudaEngine._clone_rest
     monkeypatch.setattr(
-        cuda.CudaSnapshot, "_clone_rest", lambda self: cloned.append(clone_rest(self)) or cloned[-1]
+        cuda.CudaEngine, "_clone_rest", lambda self: cloned.append(clone_rest(self)) or cloned[-1]
     )
     model, optimizer, ckpt, events = attach(lane, tmp_path, shm_dir)
     for _ in range(8):
@@ -195,7 +197,7 @@ def test_a_version_is_sealed_in_an_evaluation_that_releases_no_layer(
         ckpt.step()
     taken = ckpt._active.snapshot
     taken.wait_done()
-    assert (taken.phase, taken.clock.barrier) == (Phase.SEALED, 0.0)
+    assert (taken.sealed, taken.clock.barrier) == (True, 0.0)
     following = [train_step(model, optimizer)]  # its barrier finds nothing to do
     ckpt.abandon()
     model, optimizer = build()
@@ -221,8 +223,7 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
 
     def stand_still(count: int | None = None) -> None:
         if count is None:
-            snapshot = ckpt._active.snapshot
-            happened.append(f"stood still, {snapshot.phase.value if snapshot else '-'}")
+            happened.append(f"stood still, failed: {ckpt._active.snapshot.failed}")
         stop(count)
 
     def break_down(*args: object) -> bytes:
@@ -237,7 +238,7 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         ckpt.step()
         ckpt._active.snapshot.release_all()
         ckpt._active.snapshot.wait_done()
-    assert happened == ["stood still, failed", "given back"]
+    assert happened == ["stood still, failed: True", "given back"]
     train_step(model, optimizer)
     ckpt.step()
     assert ckpt.wait(60)

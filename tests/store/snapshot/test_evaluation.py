@@ -19,7 +19,7 @@ import torch
 from tests.support import limits
 from tests.support.late_copies import before_blocks
 from tierckpt.format import ShardKey
-from tierckpt.snapshot import Phase, Snapshot
+from tierckpt.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 
 PATIENCE_SECONDS = 60.0
@@ -61,7 +61,7 @@ def evaluate_until(job: TinyJob, done: Callable[[], bool]) -> None:
 
 
 def is_over(taken: Snapshot) -> bool:
-    return taken.phase is not Phase.OPEN
+    return not taken.open
 
 
 def be_killed_in_the_evaluation(path: str, steps: int, settings: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def test_training_continues_as_if_nothing_had_been(
             taken = job.checkpointer._active.snapshot
             assert taken is not None
             evaluate_until(job, partial(is_over, taken))
-            assert (taken.phase, taken.clock.barrier) == (Phase.SEALED, 0.0)
+            assert (taken.sealed, taken.clock.barrier) == (True, 0.0)
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
         job.settle()

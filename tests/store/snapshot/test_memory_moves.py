@@ -20,7 +20,7 @@ import tierckpt
 from tests.support.late_copies import copy_late, without_the_engine
 from tierckpt.coordination import Agreement, SlotHandoff
 from tierckpt.core import BROKEN
-from tierckpt.snapshot import Phase, Snapshot, describe_engine, find_engine, tensor_memory
+from tierckpt.snapshot import Snapshot, describe_engine, find_engine, tensor_memory
 from tierckpt.testing import run_in_child
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
@@ -342,7 +342,7 @@ def test_a_forked_child_waits_for_no_copy(
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
         ckpt.step()
-        assert ckpt._active.snapshot.phase is Phase.OPEN
+        assert ckpt._active.snapshot.open
         child = os.fork()
         if child == 0:
             model.weight.share_memory_()

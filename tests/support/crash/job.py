@@ -37,7 +37,7 @@ from tierckpt import _faults
 from tierckpt.checkpointer import Restart
 from tierckpt.coordination import job_history
 from tierckpt.restore import Loader, verification
-from tierckpt.snapshot import NativeSnapshot, snapshot
+from tierckpt.snapshot import snapshot
 from tierckpt.storage import ImageFile, NoSlotError, Slot, SlotPool
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
@@ -206,7 +206,7 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     tell_refusals(journal)
     if scenario.late_release:
         # As on CUDA: a rank ahead asks for its next slot as early as it can.
-        snapshot.Snapshot.starts_at_once = True
+        snapshot.Snapshot.starts_at_once = True  # type: ignore[assignment,method-assign]
         snapshot.QUIET_SECONDS = 1e6  # a slow machine must not release them either
     if str(rank) in scenario.late_release:
         hold_layers_back(scenario.late_release[str(rank)])
@@ -240,17 +240,13 @@ def tell_refusals(journal: Journal) -> None:
 def hold_layers_back(version: int) -> None:
     """Release no layer of `version` during the backward pass; other versions are unchanged."""
 
-    def held_back(kind: type[snapshot.Snapshot]) -> None:
-        release = kind.release
+    release = snapshot.Snapshot.release
 
-        def late(self: snapshot.Snapshot, params: Any) -> None:
-            if self.facts.id.version != version:
-                release(self, params)
+    def late(self: snapshot.Snapshot, params: Any) -> None:
+        if self.facts.id.version != version:
+            release(self, params)
 
-        kind.release = late  # type: ignore[method-assign]
-
-    for kind in (snapshot.Snapshot, NativeSnapshot):
-        held_back(kind)
+    snapshot.Snapshot.release = late  # type: ignore[method-assign]
 
 
 # --- as a process --------------------------------------------------------------------------------

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from tierckpt.format import DIGEST_BYTES, digest
-from tierckpt.snapshot import Desk, Engine, Job, copy_engine
+from tierckpt.snapshot import Desk, Job, Library, copy_engine
 from tierckpt.snapshot.copy_engine import Progress, Table
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> Library:
     found = copy_engine.find()
     if found is None:
         pytest.skip("the copy engine is not built: python setup.py build_ext --inplace")
@@ -29,10 +29,10 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def own_engine(engine: Engine) -> Engine:
+def own_engine(engine: Library) -> Library:
     """A second one, with a hash function that tests may replace."""
     hashes = next(copy_engine._hash_libraries())
-    return Engine(engine.path, hashes)
+    return Library(engine.path, hashes)
 
 
 class Memory:
@@ -65,7 +65,7 @@ class Memory:
         data = self.expected()
         return b"".join(digest(data[o : o + n]) for *_, o, n in self.rows)
 
-    def job(self, engine: Engine) -> Job:
+    def job(self, engine: Library) -> Job:
         job = Job(engine, self.table)
         job.bind(self.target.ctypes.data)
         return job
@@ -89,17 +89,17 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(2))
-def test_every_byte_and_digest_is_right(engine: Engine, shape: str, seed: int) -> None:
+def test_every_byte_and_digest_is_right(engine: Library, shape: str, seed: int) -> None:
     memory = Memory(SHAPES[shape], seed)
     job = memory.job(engine)
-    job.release_all()
+    job.release(None)
     assert job.run(0.0) is Progress.COMPLETE
     assert memory.target.tobytes() == memory.expected()
     assert memory._target.sum() == memory.target.sum(), "the bytes around it stay"
     assert digests_of(job) == memory.digests()
 
 
-def test_only_released_blocks_are_copied_each_once(own_engine: Engine) -> None:
+def test_only_released_blocks_are_copied_each_once(own_engine: Library) -> None:
     memory = Memory([[100], [200], [300]])
     seen: list[int] = []
     replace_hash(own_engine, lambda _address, nbytes: seen.append(nbytes) or 0)
@@ -113,34 +113,34 @@ def test_only_released_blocks_are_copied_each_once(own_engine: Engine) -> None:
     assert job.help() is Progress.IDLE
     assert seen == [300, 100]
     assert not memory.target[100:300].any()
-    job.release_all()
-    job.release_all()
+    job.release(None)
+    job.release(None)
     assert job.help() is Progress.COMPLETE
     assert seen == [300, 100, 200]
 
 
-def test_nothing_is_copied_before_there_is_a_target(engine: Engine) -> None:
+def test_nothing_is_copied_before_there_is_a_target(engine: Library) -> None:
     memory = Memory([[100]])
     job = Job(engine, memory.table)
-    job.release_all()
+    job.release(None)
     assert job.take() is None
     assert job.run(0.0) is Progress.IDLE
     job.bind(memory.target.ctypes.data)
     assert job.run(0.0) is Progress.COMPLETE
 
 
-def test_a_waiting_worker_copies_what_is_released_later(engine: Engine) -> None:
+def test_a_waiting_worker_copies_what_is_released_later(engine: Library) -> None:
     memory = Memory([[64 * 1024]] * 40)
     job = memory.job(engine)
     with running(lambda: job.run(30.0)) as ended:
         for block in range(39):
             job.release([block])
-        job.release_all()
+        job.release(None)
     assert ended == [Progress.COMPLETE]
     assert memory.target.tobytes() == memory.expected()
 
 
-def test_several_threads_share_the_blocks(engine: Engine) -> None:
+def test_several_threads_share_the_blocks(engine: Library) -> None:
     memory = Memory([[4096, 100]] * 500)
     for _ in range(20):
         memory.target[:] = 0
@@ -155,7 +155,7 @@ def test_several_threads_share_the_blocks(engine: Engine) -> None:
         assert one == two == [Progress.COMPLETE]
 
 
-def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) -> None:
+def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Library) -> None:
     memory = Memory([[100], [200]])
     inside, helped, resume = threading.Event(), threading.Event(), threading.Event()
 
@@ -169,7 +169,7 @@ def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) 
 
     replace_hash(own_engine, hold)
     job = memory.job(own_engine)
-    job.release_all()
+    job.release(None)
     with running(lambda: job.run(30.0)) as worker:
         inside.wait(120.0)
         with running(job.help) as helper:
@@ -179,7 +179,7 @@ def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Engine) 
     assert worker == helper == [Progress.COMPLETE]
 
 
-def test_an_abort_ends_all_calls(engine: Engine) -> None:
+def test_an_abort_ends_all_calls(engine: Library) -> None:
     memory = Memory([[100], [200]])
     job = memory.job(engine)
     job.release([0])
@@ -187,26 +187,26 @@ def test_an_abort_ends_all_calls(engine: Engine) -> None:
     with running(lambda: job.run(30.0)) as ended:
         job.abort()
     assert ended == [Progress.ABORTED]
-    job.release_all()
+    job.release(None)
     assert job.take() is None
     assert job.help() is job.run(0.0) is job.wait(0.0) is Progress.ABORTED
     assert not memory.target[100:].any()
 
 
-def test_an_abort_ends_a_helper_though_a_taken_block_is_never_copied(engine: Engine) -> None:
+def test_an_abort_ends_a_helper_though_a_taken_block_is_never_copied(engine: Library) -> None:
     job = Memory([[100]]).job(engine)
-    job.release_all()
+    job.release(None)
     assert job.take() == 0
     with running(job.help) as ended:
         job.abort()
     assert ended == [Progress.ABORTED]
 
 
-def test_blocks_can_be_copied_one_by_one(engine: Engine) -> None:
+def test_blocks_can_be_copied_one_by_one(engine: Library) -> None:
     memory = Memory([[100], [200, 1]])
     job = memory.job(engine)
     assert job.wait(0.0) is Progress.IDLE
-    job.release_all()
+    job.release(None)
     assert job.wait(120.0) is Progress.UNFINISHED
     taken = []
     while (block := job.take()) is not None:
@@ -231,7 +231,7 @@ def post(desk: Desk, job: Job, memory: Memory) -> tuple[bool, np.ndarray]:
     return posted, image
 
 
-def test_a_posted_job_is_copied_with_head_and_tail(engine: Engine) -> None:
+def test_a_posted_job_is_copied_with_head_and_tail(engine: Library) -> None:
     memory, desk = Memory([[100], [64 * 1024, 7]]), Desk(engine)
     with running(lambda: desk.serve(30.0, 0.0)) as served:
         job = Job(engine, memory.table)
@@ -245,7 +245,7 @@ def test_a_posted_job_is_copied_with_head_and_tail(engine: Engine) -> None:
 
 
 def test_the_copier_serves_one_job_after_another_and_returns_for_none_of_them(
-    engine: Engine,
+    engine: Library,
 ) -> None:
     memory, desk = Memory([[64 * 1024]] * 8), Desk(engine)
     with running(lambda: desk.serve(30.0, 30.0)) as served:
@@ -260,7 +260,7 @@ def test_the_copier_serves_one_job_after_another_and_returns_for_none_of_them(
     assert served == [Progress.UNFINISHED]
 
 
-def test_a_settled_job_that_no_thread_has_started_makes_room(engine: Engine) -> None:
+def test_a_settled_job_that_no_thread_has_started_makes_room(engine: Library) -> None:
     memory, desk = Memory([[100]]), Desk(engine)
     first, second = Job(engine, memory.table), Job(engine, memory.table)
     assert post(desk, first, memory)[0]
@@ -273,7 +273,7 @@ def test_a_settled_job_that_no_thread_has_started_makes_room(engine: Engine) -> 
     assert post(desk, second, memory)[0]
 
 
-def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Engine) -> None:
+def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Library) -> None:
     memory, desk = Memory([[100]]), Desk(engine)
     job = Job(engine, memory.table)
     assert post(desk, job, memory)[0]
@@ -289,7 +289,7 @@ def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Engine) -> No
     assert left() is None
 
 
-def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Engine) -> None:
+def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Library) -> None:
     memory, desk = Memory([[100], [200]]), Desk(own_engine)
     inside, resume = threading.Event(), threading.Event()
 
@@ -311,7 +311,7 @@ def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Engine) -> 
     assert not job.copying
 
 
-def test_other_work_of_the_copier_does_not_make_it_forget_a_job(engine: Engine) -> None:
+def test_other_work_of_the_copier_does_not_make_it_forget_a_job(engine: Library) -> None:
     memory, desk = Memory([[100]]), Desk(engine)
     job = Job(engine, memory.table)
     post(desk, job, memory)
@@ -321,12 +321,12 @@ def test_other_work_of_the_copier_does_not_make_it_forget_a_job(engine: Engine) 
     assert desk.serve(0.0, 30.0) is Progress.IDLE
 
 
-def test_without_a_job_the_copier_returns_after_a_time(engine: Engine) -> None:
+def test_without_a_job_the_copier_returns_after_a_time(engine: Library) -> None:
     assert Desk(engine).serve(0.001, 30.0) is Progress.IDLE
 
 
-def test_a_library_with_another_hash_is_refused(engine: Engine, tmp_path: Path) -> None:
-    class Other(Engine):
+def test_a_library_with_another_hash_is_refused(engine: Library, tmp_path: Path) -> None:
+    class Other(Library):
         def _check(self, hashed: Callable[..., int]) -> None:
             super()._check(lambda *args: hashed(*args) ^ 1)
 
@@ -335,11 +335,11 @@ def test_a_library_with_another_hash_is_refused(engine: Engine, tmp_path: Path) 
 
 
 def test_a_library_of_another_interface_is_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_engine, "INTERFACE", 0)
     with pytest.raises(ValueError, match="install it again"):
-        Engine(engine.path, next(copy_engine._hash_libraries()))
+        Library(engine.path, next(copy_engine._hash_libraries()))
 
 
 @pytest.fixture
@@ -371,11 +371,11 @@ def test_without_a_hash_library_the_reason_is_named(monkeypatch: pytest.MonkeyPa
     assert "/no/such/library.so" in copy_engine.describe()
 
 
-def test_a_used_library_is_named(engine: Engine) -> None:
+def test_a_used_library_is_named(engine: Library) -> None:
     assert engine.path in copy_engine.describe()
 
 
-def replace_hash(engine: Engine, function: Callable[[int, int], int]) -> None:
+def replace_hash(engine: Library, function: Callable[[int, int], int]) -> None:
     engine.hash_keeper = Hash(function)  # type: ignore[attr-defined]
     engine.hash_address = ctypes.cast(engine.hash_keeper, ctypes.c_void_p).value  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.late_device import LateDevice
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine
-from tierckpt.snapshot.cuda import CudaLane, CudaSnapshot
+from tierckpt.snapshot.cuda import CudaEngine, CudaLane
 from tierckpt.state import TrainingState, training_state
 
 GIB = 1 << 30
@@ -115,7 +115,7 @@ def test_our_own_clones_are_not_taken_for_the_trainings_need(
 
 def runs(sources: dict[int, torch.Tensor]) -> list[tuple[list[int], list[int]]]:
     holder: Any = types.SimpleNamespace(_parts=lambda block: [sources[block]])
-    found = CudaSnapshot._runs(holder, list(sources))
+    found = CudaEngine._runs(holder, list(sources))
     return [(blocks, source.tolist()) for blocks, source in found]
 
 
