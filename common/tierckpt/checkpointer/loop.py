@@ -305,7 +305,7 @@ class ActiveSnapshot:
         self.snapshot = None
 
     def _report(self, version: Version, snapshot: Snapshot) -> None:
-        if snapshot.failed:
+        if not snapshot.sealed:
             self.overwritten = self.overwritten or snapshot.overwritten
             self._reports.lose(version, snapshot.error)
             return

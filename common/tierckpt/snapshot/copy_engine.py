@@ -138,6 +138,8 @@ class Job:
 
     def __init__(self, library: Library, table: Table) -> None:
         self._library, self._table = library, table
+        self.posted = False
+        """True once it was left for the copier."""
         nbytes = library.job_bytes(table.count)
         self._memory = (ctypes.c_uint64 * (nbytes // 8 + 1))()
         self._at = ctypes.addressof(self._memory)
@@ -192,13 +194,15 @@ class Job:
         self._library.abort(self._at)
 
     def results(self) -> tuple[float, float, bytes]:
-        """Seconds of copying and of hashing, summed over all threads, and the digests of the
-        image's head, all blocks, and its tail. Valid after COMPLETE; those of head and tail only if
-        the job was posted."""
+        """Seconds of copying and of hashing, summed over all threads, and the digests of all
+        blocks; if the job was posted, those of head and tail around them. Valid after COMPLETE."""
         nbytes = _TIMES.size + (self._table.count + 2) * DIGEST_BYTES
         results = ctypes.string_at(self._results_at, nbytes)
         copy, hashing = _TIMES.unpack_from(results)
-        return copy / 1e9, hashing / 1e9, results[_TIMES.size :]
+        digests = results[_TIMES.size :]
+        if not self.posted:
+            digests = digests[DIGEST_BYTES:-DIGEST_BYTES]
+        return copy / 1e9, hashing / 1e9, digests
 
     @property
     def copying(self) -> bool:
@@ -232,9 +236,11 @@ class Desk:
         Returns False, and does nothing, if the copier still uses another job.
         """
         head, nbytes, tail, room = parts
-        self._kept.append((job, owner))  # before: an interrupt may come after the call
+        job.posted = True  # before: an interrupt may come after the call
+        self._kept.append((job, owner))
         at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
         if not self._library.post(*at, head, *sizes):
+            job.posted = False
             return False
         del self._kept[:-1]
         return True

@@ -32,7 +32,6 @@ from tierckpt.format.layout import (
     PER_RANK,
     REPLICATED,
     Layout,
-    TensorSpec,
     plan_layout,
 )
 from tierckpt.format.shard_file import MODEL, encode_header
@@ -43,15 +42,13 @@ from tierckpt.storage.slots import Slot
 
 from .copy_engine import Table
 from .tensor_memory import (
-    KindsOfTensors,
     TensorRecords,
-    kinds_of,
     records_of,
     requires_grad,
     tags_of,
 )
 
-__all__ = ["Kinds", "PlanCheck", "addresses", "is_small", "same_objects"]
+__all__ = ["PlanCheck", "addresses", "is_small", "same_objects"]
 
 
 FEW = 128
@@ -250,49 +247,47 @@ class _ByMethods:
     """Looks into tensors by torch's methods, some at a time."""
 
     def __init__(self, tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> None:
-        chunks = range(0, len(tensors), CHUNK)
-        self._parts = [_Part(tensors[low : low + CHUNK]) for low in chunks]
-        self._tensors = tensors
-        self._aliases, self._addresses = aliases, addresses(aliases)
+        self._tensors, self._aliases = tensors, aliases
+        self._addresses, self._kinds = addresses(aliases), known_kinds(tensors)
+        self._uncounted = any(map(torch.Tensor.is_inference, tensors))
+        self._chunks = [slice(low, low + CHUNK) for low in range(0, len(tensors), CHUNK)]
         self.trained = bytes(map(requires_grad, tensors))
 
     def stand(self) -> bytes | None:
         """The version counters, if all tensors are as they were."""
         if (trained := bytes(map(requires_grad, self._tensors))) != self.trained:
             self.trained = trained
-        found = []
-        for part in self._parts:
-            found.append(part.counters())
-            if not part.stands():
-                return None
-        return b"".join(found)
+        return self._counted(self._tensors, self._same_kinds)
 
     def counters(self) -> bytes:
-        if addresses(self._aliases) != self._addresses:
-            return b""
-        return b"".join(part.counters() for part in self._parts)
+        return self._counted(self._aliases) or b""
 
     def moved(self) -> list[int]:
         both = zip(addresses(self._aliases), self._addresses, strict=True)
         return [number for number, (now, then) in enumerate(both) if now != then]
 
+    def _counted(
+        self,
+        tensors: list[torch.Tensor],
+        stand: Callable[[list[torch.Tensor], slice], bool] = lambda *_: True,
+    ) -> bytes | None:
+        """The version counters, if all have the known addresses, and those of a chunk `stand`."""
+        found = []
+        for chunk in self._chunks:
+            these = tensors[chunk]
+            if addresses(these) != self._addresses[chunk] or not stand(these, chunk):
+                return None
+            found.append(self._counters_of(these))
+        return b"".join(found)
 
-class _Part:
-    """Some tensors, and what a plan needs to know of them."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._uncounted = any(map(torch.Tensor.is_inference, tensors))
-        self._kinds, self._addresses = Kinds(tensors), addresses(tensors)
-
-    def counters(self) -> bytes:
+    def _counters_of(self, tensors: list[torch.Tensor]) -> bytes:
         if not self._uncounted:
-            return array("I", map(_version_counter, self._tensors)).tobytes()
-        counted = (0 if t.is_inference() else t._version for t in self._tensors)
+            return array("I", map(_version_counter, tensors)).tobytes()
+        counted = (0 if t.is_inference() else t._version for t in tensors)
         return array("I", counted).tobytes()
 
-    def stands(self) -> bool:
-        return addresses(self._tensors) == self._addresses and self._kinds.stand()
+    def _same_kinds(self, tensors: list[torch.Tensor], chunk: slice) -> bool:
+        return all(map(eq, kinds(tensors), self._kinds[chunk]))
 
 
 def _same_tensors(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> bool:
@@ -304,64 +299,6 @@ def _same_tensors(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> b
 
 
 _version_counter = attrgetter("_version")
-
-
-class Kinds:
-    """The shapes, strides and types of some tensors: what may change while a tensor stays in its
-    memory (`.data = `, `t_()`)."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [*tensors]
-        self._known = known_kinds(self._tensors)
-        self._guard = _guard_of(self._tensors)
-        """torch's check of these properties and some more, in one call for all tensors."""
-
-    def stand(self) -> bool:
-        """True while all are the same. Any thread."""
-        if self._guard is not None and self._guard.check(*self._tensors):
-            return True
-        if not all(map(eq, kinds(self._tensors), self._known)):
-            return False
-        self._guard = _guard_of(self._tensors)
-        return True
-
-
-def _guard_of(tensors: Sequence[torch.Tensor]) -> Any:
-    """A guard; None if this torch has none that can be relied on."""
-    if (guards := _guards()) is None:
-        return None
-    sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
-    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-
-@functools.cache
-def _guards() -> Any:
-    """The class of torch's guards, which is internal to torch, if it finds all changes."""
-
-    def finds(change: Callable[[torch.Tensor], None]) -> bool:
-        tensor = torch.zeros(2, 2)
-        guard = guards(tensor, dynamic_dims_sizes=[[2, 2]], dynamic_dims_strides=[[2, 1]])
-        before = guard.check(tensor)
-        change(tensor)
-        return bool(before and not guard.check(tensor))
-
-    def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-        tensor.data = data
-
-    try:
-        from torch._C._dynamo import guards as internal
-
-        guards: Any = internal.TensorGuards
-        changes: list[Callable[[torch.Tensor], None]] = [
-            lambda t: set_data(t, t.data.t()),
-            lambda t: set_data(t, t.data.view(4)),
-            lambda t: set_data(t, t.data.view(1, 4)),
-            lambda t: set_data(t, t.data.view(torch.int32)),
-            lambda t: set_data(t, t.data[:1]),
-        ]
-        return guards if all(map(finds, changes)) else None
-    except Exception:
-        return None
 
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
@@ -426,13 +363,9 @@ class CopyPlan:
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         state.refuse_odd_keys()
-        kinds = kinds_of(walk.tensors)
-        entries = state.entries(walk, kinds and kinds.first)
-        specs = _specs_of(entries, kinds)
-        some_of_each = range(len(entries)) if kinds is None else kinds.first
-        self._dense = all(
-            t.is_cpu and tree_codec.is_dense(t) for t in (entries[i][1] for i in some_of_each)
-        )
+        entries = state.entries(walk)
+        specs = tree_codec.specs_of([(name, tensor) for name, tensor, _ in entries])
+        self._dense = all(t.is_cpu and tree_codec.is_dense(t) for t in walk.tensors)
         """All striped tensors are on the CPU and dense."""
         own: list[tuple[str, torch.Tensor]] = []
         if walk.placements:
@@ -652,16 +585,6 @@ class CopyPlan:
         return segments, np.array(rows, np.uint64).reshape(-1, 4)
 
 
-def _specs_of(
-    entries: list[tuple[str, torch.Tensor, torch.Tensor]], kinds: KindsOfTensors | None
-) -> list[TensorSpec]:
-    if kinds is None:
-        return tree_codec.specs_of([(name, tensor) for name, tensor, _ in entries])
-    rest = [tree_codec.spec_of(entries[number][1], "")[1:] for number in kinds.first]
-    pairs = zip(entries, kinds.of_tensor, strict=True)
-    return [TensorSpec(name, *rest[kind]) for (name, *_), kind in pairs]
-
-
 class _Buffers:
     """Staging memory of buffers, and of other tensors that differ between ranks: one tensor per
     dtype and device, filled by one call each."""
@@ -684,16 +607,13 @@ class _Buffers:
         self._look()
 
     def _look(self) -> None:
-        self._pointers = addresses(self._live)
-        self._kinds = Kinds(self._live)
+        self._seen = _view_of(self._live)
         self._flat = [tree_codec.flat(t) for t in self._live]
-        self._views = all(
-            f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True)
-        )
+        self._views = addresses(self._flat) == addresses(self._live)
 
     def stand(self) -> bool:
         """True while the known buffers have the same addresses and kinds."""
-        return addresses(self._live) == self._pointers and self._kinds.stand()
+        return not self._live or self._seen.stand() is not None
 
     def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
         """Use these buffers instead, if they have the same kinds; else return False."""
@@ -736,11 +656,7 @@ class Binding:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.view = slot.image()
-
-    @property
-    def address(self) -> int:
-        """Where its memory is."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
     @functools.cached_property
     def tensor(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tierckpt import _faults
-from tierckpt.format.manifest import DIGEST_BYTES, digest
+from tierckpt.format.manifest import digest
 
 from .copy_engine import Desk, Job, Library, Progress, Table
 from .copy_plan import Binding, CopyPlan
@@ -68,6 +68,8 @@ class Engine(Protocol):
     """True if a slot should be claimed at the boundary, as it needs preparation."""
     posts: bool = False
     """True if the engine may be posted."""
+    posted: bool = False
+    """True once it was."""
 
     @property
     def copying(self) -> bool:
@@ -235,16 +237,13 @@ class NativeEngine(Job, Engine):
         """`table`: the plan's. `desk`: the copier's."""
         super().__init__(library, table)
         self._plan, self._desk = plan, desk
-        self._posted = False
         self._watch: Watch | None = None
         """Set if it wants to see each block."""
 
     def post(self, binding: Binding, head: bytes, tail: bytes, room: int) -> bool:
         """See `Engine`."""
         parts = head, self._plan.layout.nbytes, tail, room
-        self._posted = True  # before: an interrupt may come after the call
-        self._posted = self._desk.post(self, (self._plan, binding), binding.address, parts)
-        return self._posted
+        return self._desk.post(self, (self._plan, binding), binding.address, parts)
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """See `Engine`."""
@@ -262,7 +261,7 @@ class NativeEngine(Job, Engine):
 
     def help(self) -> Progress:
         """See `Engine`."""
-        if not self._posted:
+        if not self.posted:
             self.release(None)
             if self._watch is not None:
                 self._copy_one_by_one(self._watch)
@@ -274,11 +273,6 @@ class NativeEngine(Job, Engine):
             start = time.perf_counter()
             end = self.copy_one(block)
             watch.copied((block,), start, end)
-
-    def results(self) -> tuple[float, float, bytes]:
-        """See `Engine`."""
-        copying, hashing, digests = super().results()
-        return copying, hashing, digests if self._posted else digests[DIGEST_BYTES:-DIGEST_BYTES]
 
     def end(self, sealed: bool) -> None:
         """See `Engine`."""

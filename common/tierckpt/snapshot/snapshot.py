@@ -232,8 +232,6 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.facts.id.version, self.plan)
-        self.posted = False
-        """True if the copier copies without the interpreter."""
         self.overwritten = False
         """True if it failed because its sources were changed during the copy."""
         self.starved = False
@@ -341,10 +339,10 @@ class Snapshot:
                 return False
             binding = self._claim(1, True)
             _faults.point("tree", version=self.facts.id.version, block=0)
-            self.posted, self._binding = True, binding
+            self._binding = binding
             if not self.engine.post(binding, self._header, tail, room):
-                self.posted, self._binding = False, None
-            return self.posted
+                self._binding = None
+            return self.engine.posted
         except NoSlotError:
             return False
         except BaseException as error:
@@ -412,7 +410,7 @@ class Snapshot:
         `QUIET_SECONDS` of the boundary. If it was posted, complete it here: no barrier has come,
         or it has failed."""
         quiet = time.monotonic() - self.started_seconds >= QUIET_SECONDS
-        if self.posted:
+        if self.engine.posted:
             self.run()
         elif quiet and self._take_submit() is not None:
             self._release_quietly()
@@ -508,7 +506,10 @@ class Snapshot:
             copying, hashing, self._digests = self.engine.results()
             self.clock.copy += copying
             self.clock.checksum += hashing
-        self._seal_after_the_last()
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._seal()
 
     def _copy_tree_block(self, binding: Binding) -> bool:
         """Copy a block of the tree; False if another thread has taken the last one."""
@@ -527,21 +528,18 @@ class Snapshot:
             self._tree_digests[block] = found
             self.clock.copy += middle - start
             self.clock.checksum += time.perf_counter() - middle
-        self.watch.span("tree", start)
-        self._seal_after_the_last()
-        return True
-
-    def _seal_after_the_last(self) -> None:
-        with self._lock:
             self._left -= 1
             last = self._left == 0
+        self.watch.span("tree", start)
         if last:
             self._seal()
+        return True
 
     def _seal(self) -> None:
         """Seal the slot; by the thread that copied the last block."""
         started = time.perf_counter()
         self._check_counters()
+        assert self._digests is not None
         start = len(self._header)
         self.manifest = Manifest(
             facts=self.facts,
@@ -549,7 +547,7 @@ class Snapshot:
             image_bytes=start + self._data_bytes,
             header_bytes=start,
             rank_state_bytes=self._tree_bytes,
-            digests=self._image_digests(),
+            digests=self._digests if self.engine.posted else self._head_and_tail(self._digests),
             created_seconds=time.time(),
         )
         _faults.point("seal", version=self.facts.id.version)
@@ -580,14 +578,11 @@ class Snapshot:
                 "boundary"
             )
 
-    def _image_digests(self) -> bytes:
-        """Digests of the header and all blocks, in order; write the header, if no engine did."""
-        assert self._digests is not None
+    def _head_and_tail(self, digests: bytes) -> bytes:
+        """Write the header; return its digest, those of the blocks, and those of the tree."""
         assert self._binding is not None
-        if self.posted:
-            return self._digests
         self._binding.view[: len(self._header)] = self._header
-        return b"".join((digest(self._header), self._digests, *self._tree_digests))
+        return b"".join((digest(self._header), digests, *self._tree_digests))
 
     # --- its end -------------------------------------------------------------------------------
 

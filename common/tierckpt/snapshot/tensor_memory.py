@@ -164,30 +164,6 @@ def _numbered(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.ascontiguousarray(kinds), first, numbers.reshape(-1).astype(np.uint64)
 
 
-class KindsOfTensors(NamedTuple):
-    """Kinds of tensors: tensors of one kind have the same device, layout, type, shape, strides and
-    flags, so that it is enough to look at one of them."""
-
-    first: list[int]
-    """Number of the first tensor of each kind."""
-    of_tensor: list[int]
-    """Number of each tensor's kind."""
-
-
-def kinds_of(tensors: Sequence[torch.Tensor]) -> KindsOfTensors | None:
-    """The kinds of these tensors; None if they must be looked at one by one."""
-    found = find()
-    if found is None or not tensors:
-        return None
-    library, at = found
-    impls = library.words(addresses_of(tensors) + np.uint64(at.tensor_in_object))
-    rows = library.rows(impls + np.uint64(at.kind_in_tensor), at.kind_bytes // 8)
-    _, first, numbers = _numbered(rows)
-    if not _have_shapes(tensors, first):
-        return None
-    return KindsOfTensors(first.tolist(), numbers.tolist())
-
-
 def _have_shapes(tensors: Sequence[torch.Tensor], first: np.ndarray) -> bool:
     """True if the rows of memory have the shapes of the tensors. The number of dimensions is in the
     rows, so the first tensor of each kind stands for the others."""
@@ -256,7 +232,7 @@ def _offsets() -> Offsets | None:
     pairs = zip(_impl(one), _impl(alias), _impl(other), strict=False)
     shared = {i for i, (a, b, c) in enumerate(pairs) if a == b != c and a % 8 == 0 and a > 4096}
     counter = _only([shared - {storage}])
-    kind = _changed_words(storage) | _keys(one, max(storage, counter))
+    kind = _changed_words(storage)
     data, nbytes = _storage_fields()
     value = _value_in_counter(one, counter)
     meta, flag, bit = _flag()
@@ -299,18 +275,6 @@ def _changed_words(storage: int) -> set[int]:
         after = _impl(tensor)
         found |= {i for i, both in enumerate(zip(before, after, strict=False)) if len({*both}) > 1}
     return found - {storage}
-
-
-def _keys(tensor: torch.Tensor, after: int) -> set[int]:
-    """The words, after that number, that tell views with a delayed negation from others: torch's
-    dispatch keys, which also tell kinds of layouts."""
-    pairs = enumerate(zip(_impl(tensor), _impl(torch._neg_view(tensor)), strict=False))
-    # The end of the memory may be unused: torch leaves there what was there before. All are alive
-    # at once, or one could be where another was, and refer to the same Python object.
-    alike = [torch.zeros(3, 5), torch.zeros(3, 5)]
-    alike.append(alike[0].detach())
-    again = [*map(_impl, alike)]
-    return {i for i, (a, b) in pairs if i > after and a != b and len({w[i] for w in again}) == 1}
 
 
 def _storage_fields() -> tuple[int, int]:
@@ -427,31 +391,8 @@ def _proved(library: Library, at: Offsets) -> bool:
         and all(stays(change, plain) for change in SAME.values())
         and not stays(MOVES["new data"], torch.nn.Parameter)
         and not any(stays(change, torch.nn.Parameter) for change in FLAGS.values())
-        and all(_differ(library, at, *pair()) for pair in OTHERS)
         and _counts(library, at)
     )
-
-
-OTHERS: tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], ...] = (
-    lambda: (torch.zeros(4, 4), torch._neg_view(torch.zeros(4, 4))),
-    lambda: (torch.zeros(4, 4), torch.zeros(4, 4).to_sparse()),
-    lambda: (torch.zeros(4, 4), torch.zeros(4, 4, device="meta")),
-    lambda: (torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float64)),
-    lambda: (torch.zeros(2, dtype=torch.cfloat), torch.zeros(2, dtype=torch.cfloat).conj()),
-)
-"""Pairs of tensors of different kinds, with the same shape."""
-
-
-def _differ(library: Library, at: Offsets, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors have different kinds, the device's number included."""
-    addresses = np.array([one._cdata, other._cdata], np.uint64) + np.uint64(at.kind_in_tensor)
-    rows = library.rows(addresses, at.kind_bytes // 8)
-    if one.device == other.device:
-        return not np.array_equal(*rows)
-    raw = rows.view(np.uint8)
-    kinds, numbers = raw[:, :-1], raw[:, 1:]  # torch has 0 for the CPU, 14 for meta; -1 after it
-    found = (kinds[0] == 0) & (kinds[1] == 14) & (numbers == 255).all(axis=0)
-    return bool(found.any())
 
 
 def _counts(library: Library, at: Offsets) -> bool:
@@ -506,20 +447,17 @@ def find_tag() -> int | None:
     """Offset of the tag in a dict; None if this Python has none."""
     if sys.implementation.name != "cpython":
         return None
-    found = set(range(2, dict.__basicsize__ // 8))
+    at = object.__basicsize__ + 8  # `ma_version_tag` of Python's headers, after `ma_used`
     for change in CHANGES:
         for size in (1, 3, 40):
             for _ in range(20):  # the interpreter has faster code for what it does often
                 held: dict[Any, Any] = {n: [n] for n in range(size)}
-                before = _words_of(held)
+                tag = ctypes.c_uint64.from_address(id(held) + at)
+                before = tag.value
                 change(held)
-                after = _words_of(held)
-                found = {i for i in found if before[i] != after[i]}
-    return 8 * found.pop() if len(found) == 1 else None
-
-
-def _words_of(held: dict[Any, Any]) -> list[int]:
-    return [*(ctypes.c_uint64 * (dict.__basicsize__ // 8)).from_address(id(held))]
+                if tag.value == before:
+                    return None
+    return at
 
 
 def _replace(held: dict[Any, Any]) -> None:
@@ -563,7 +501,6 @@ __all__ = [
     "TensorRecords",
     "find",
     "find_tag",
-    "kinds_of",
     "records_of",
     "requires_grad",
     "tags_of",

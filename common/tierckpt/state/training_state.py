@@ -535,19 +535,14 @@ class TrainingState:
         state = getattr(optimizer, "state", None)
         return any(o is optimizer or o.state is state for o in self.optimizers.values())
 
-    def entries(
-        self, walk: Walk, first: Sequence[int] | None = None
-    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, tensor, its parameter) of all `walk.tensors`; checks them. `first`: numbers of
-        tensors such that each other one has the kind of one of them."""
+    def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, tensor, its parameter) of all `walk.tensors`; checks them."""
         names = {id(p): self.name_of(p) for p in walk.params}
         labels = list(self.optimizers)
         named = [(f"model/{names[id(p)]}", p, p) for p in walk.params]
         named += [(f"{labels[i]}/{names[id(p)]}/{k}", t, p) for t, p, i, k in walk.state]
         refuse_same_names([name for name, *_ in named])
         pairs = [(name, tensor) for name, tensor, _ in named]
-        if first is not None and {type(tensor) for _, tensor in pairs} <= {*tree_codec.PLAIN}:
-            pairs = [pairs[number] for number in first]
         tree_codec.refuse_any_in_place(pairs)
         if self.buffer_slots():
             pairs += [(f"buffer/{n}", b) for n, b in named_buffers(self.model)]

@@ -159,7 +159,7 @@ def be_killed_without_a_barrier(path: str, settings: dict[str, Any]) -> None:
         job.run(4)
         taken = job.checkpointer._active.snapshot
         assert taken is not None
-        assert taken.posted
+        assert taken.engine.posted
         assert taken.wait_done(60.0)
         os.kill(os.getpid(), signal.SIGKILL)
 

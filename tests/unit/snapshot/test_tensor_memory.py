@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 
 from tierckpt.snapshot import copy_plan, describe_engine, find_engine, tensor_memory
 from tierckpt.snapshot.tensor_memory import CHANGES, FLAGS, KINDS, MOVES, SAME
-from tierckpt.state import spec_of
 
 WAYS = ["memory", "methods"]
 MANY = 700
@@ -23,8 +21,6 @@ MANY = 700
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "memory":
         monkeypatch.setattr(tensor_memory, "find", lambda: None)
-        if request.param == "no guards":
-            monkeypatch.setattr(copy_plan, "_guards", lambda: None)
     elif tensor_memory.find() is None:
         pytest.skip("the copy engine is not built, or this torch has other objects")
     return str(request.param)
@@ -36,7 +32,6 @@ def test_torch_has_the_objects_and_python_the_tags() -> None:
         pytest.skip(describe_engine())
     assert tensor_memory.find() is not None
     assert tensor_memory.find_tag() is not None
-    assert copy_plan._guards() is not None
 
 
 def view_of(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -46,7 +41,6 @@ def view_of(tensors: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("change", [*KINDS, *MOVES])
 @pytest.mark.parametrize("number", [0, MANY - 1])
-@pytest.mark.parametrize("way", [*WAYS, "no guards"], indirect=True)
 def test_every_change_is_seen(way: str, change: str, number: int) -> None:
     tensors = [torch.zeros(4, 4) for _ in range(MANY)]
     view, _aliases = view_of(tensors)
@@ -129,74 +123,12 @@ def test_a_difference_that_does_not_matter_is_judged_by_the_methods(
     assert found == []
 
 
-@pytest.mark.parametrize("has_guards", [True, False])
-def test_what_is_no_kind_may_change(has_guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's guards see more: then the kinds themselves are compared."""
-    if not has_guards:
-        monkeypatch.setattr(copy_plan, "_guards", lambda: None)
-    tensors = [torch.zeros(4, 4) for _ in range(5)]
-    kinds = copy_plan.Kinds(tensors)
-    assert kinds.stand()
-    tensors[1].requires_grad_()
-    assert kinds.stand()
-    tensors[2].add_(1)
-    tensors[0].data = torch.ones(4, 4)
-    assert kinds.stand()
-    tensors[1].data = tensors[1].data.t()
-    assert not kinds.stand()
-
-
-def test_guards_that_miss_a_change_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Blind:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def check(self, tensor: torch.Tensor) -> bool:
-            return tensor.dtype is torch.float32
-
-    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Blind)
-    assert copy_plan._guards.__wrapped__() is None
-
-
 def test_tensors_of_many_dimensions_are_left_to_the_methods() -> None:
     tensors = [torch.zeros(4), torch.zeros(1, 1, 1, 1, 2, 2)]
     assert tensor_memory.records_of(tensors) is None
-    assert tensor_memory.kinds_of(tensors) is None
     view, _aliases = view_of(tensors)
     tensors[1].transpose_(1, 4)
     assert view.stand() is None
-
-
-# --- kinds ---------------------------------------------------------------------------------------
-
-
-def test_one_tensor_of_a_kind_stands_for_all_of_it() -> None:
-    if tensor_memory.find() is None:
-        pytest.skip("this torch has other objects")
-    made: list[Callable[[], torch.Tensor]] = [
-        lambda: torch.zeros(4, 4),
-        lambda: torch.zeros(4, 4).t(),
-        lambda: torch.zeros(4, 4, dtype=torch.bfloat16),
-        lambda: torch.zeros(4, 8)[:, ::2],
-        lambda: torch.nn.Parameter(torch.zeros(4, 4)),
-        lambda: torch.zeros(()),
-        lambda: torch.zeros(2, 0),
-        lambda: torch.zeros(4, dtype=torch.cfloat),
-        lambda: torch.zeros(4, dtype=torch.cfloat).conj(),
-        lambda: torch._neg_view(torch.zeros(4, 4)),
-        lambda: torch.zeros(4, 4, device="meta"),
-        lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    ]
-    tensors = [make() for _ in range(20) for make in made]
-    kinds = tensor_memory.kinds_of(tensors)
-    assert kinds is not None
-    # Not one for each of `made`: torch leaves memory of small tensors as it was before.
-    assert len(kinds.first) < len(tensors)
-    for tensor, kind in zip(tensors, kinds.of_tensor, strict=True):
-        one = tensors[kinds.first[kind]]
-        assert spec_of(tensor, "") == spec_of(one, "")
-        assert (tensor.is_conj(), tensor.is_neg()) == (one.is_conj(), one.is_neg())
-        assert (tensor.device, tensor.layout) == (one.device, one.layout)
 
 
 # --- dicts ---------------------------------------------------------------------------------------
