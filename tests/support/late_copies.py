@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.snapshot import Binding, Job, Snapshot, Watch, copy_engine, snapshot
-from tierckpt.snapshot.copy_engine import Progress
+from tierckpt.snapshot import Binding, Job, Progress, Snapshot, Watch, copy_engine, snapshot
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:

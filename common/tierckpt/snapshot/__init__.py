@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from tierckpt import lazy_exports
 
 if TYPE_CHECKING:
-    from .copy_engine import VARIABLE as ENGINE_VARIABLE, Desk, Job, Library
+    from .copy_engine import VARIABLE as ENGINE_VARIABLE, Desk, Job, Library, Progress, Table
     from .copy_engine import describe as describe_engine, find as find_engine
     from .copy_plan import Binding, CopyPlan
     from .cuda import DeviceCopies, Sources
-    from .engine import NativeEngine, TorchEngine, Watch
+    from .engine import Engine, NativeEngine, TorchEngine, Watch
     from .snapshot import Copier, Snapshot
     from .staging import Staging
 

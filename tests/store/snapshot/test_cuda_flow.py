@@ -21,8 +21,7 @@ import torch
 
 import tierckpt
 from tests.support.late_device import Compute, LateDevice, LateEvent, Side
-from tierckpt.snapshot import CopyPlan, Sources, cuda, describe_engine, find_engine
-from tierckpt.snapshot.copy_engine import Progress
+from tierckpt.snapshot import CopyPlan, Progress, Sources, cuda, describe_engine, find_engine
 
 pytestmark = pytest.mark.usefixtures("inline_agent")
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from tierckpt.format import digest
-from tierckpt.snapshot import Desk, Job, Library, copy_engine
-from tierckpt.snapshot.copy_engine import Progress, Table
+from tierckpt.snapshot import Desk, Job, Library, Progress, Table, copy_engine
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -119,27 +118,6 @@ def test_only_released_blocks_are_copied_each_once(own_engine: Library) -> None:
     assert seen == [300, 100, 200]
 
 
-def test_nothing_is_copied_before_there_is_a_target(engine: Library) -> None:
-    memory = Memory([[100]])
-    job = Job(engine, memory.table)
-    job.release(None)
-    assert job.take() is None
-    assert job.run(0.0) is Progress.IDLE
-    job.bind(memory.target.ctypes.data)
-    assert job.run(0.0) is Progress.COMPLETE
-
-
-def test_a_waiting_worker_copies_what_is_released_later(engine: Library) -> None:
-    memory = Memory([[64 * 1024]] * 40)
-    job = memory.job(engine)
-    with running(lambda: job.run(30.0)) as ended:
-        for block in range(39):
-            job.release([block])
-        job.release(None)
-    assert ended == [Progress.COMPLETE]
-    assert memory.target.tobytes() == memory.expected()
-
-
 def test_several_threads_share_the_blocks(engine: Library) -> None:
     memory = Memory([[4096, 100]] * 500)
     for _ in range(20):
@@ -153,30 +131,6 @@ def test_several_threads_share_the_blocks(engine: Library) -> None:
             assert memory.target.tobytes() == memory.expected()
             assert digests_of(job) == memory.digests()
         assert one == two == [Progress.COMPLETE]
-
-
-def test_help_returns_only_after_the_copy_of_another_thread(own_engine: Library) -> None:
-    memory = Memory([[100], [200]])
-    inside, helped, resume = threading.Event(), threading.Event(), threading.Event()
-
-    def hold(_address: int, nbytes: int) -> int:
-        if nbytes == 100:
-            inside.set()
-            resume.wait(120.0)
-        else:
-            helped.set()
-        return nbytes
-
-    replace_hash(own_engine, hold)
-    job = memory.job(own_engine)
-    job.release(None)
-    with running(lambda: job.run(30.0)) as worker:
-        inside.wait(120.0)
-        with running(job.help) as helper:
-            assert helped.wait(120.0)
-            assert helper == worker == []
-            resume.set()
-    assert worker == helper == [Progress.COMPLETE]
 
 
 def test_an_abort_ends_all_calls(engine: Library) -> None:
