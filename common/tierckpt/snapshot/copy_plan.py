@@ -85,7 +85,8 @@ class PlanCheck:
         self._others: _ByMemory | _ByMethods | None = None
         if is_small(self._tensors):
             known = set(map(id, copied))
-            self._others = _view_of([t for t in self._tensors if id(t) not in known])
+            if others := [t for t in self._tensors if id(t) not in known]:
+                self._others = _view_of(others)
         self.baseline = self._copied.counters()
         """Autograd's version counters at the last boundary, see `counters`."""
         self.lengths = [*map(torch.Tensor.numel, self._tensors)]

@@ -304,7 +304,8 @@ class Snapshot:
     def _release(self, blocks: Iterable[int] | None) -> None:
         """Allow the copy of these blocks, of all with None, and have the copier start."""
         try:
-            submit = self._take_submit()
+            with self._lock:  # as `_take_submit`
+                submit, self.submit = self.submit, None
             if submit is not None and self._at_once and self._post():
                 self._all_released = True
                 return
