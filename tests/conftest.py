@@ -46,7 +46,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
 
 # Tests wait for agents: at a lower priority these get hardly any time beside other tests.
-os.environ["TIERCKPT_AGENT_NICE"] = "0"
+os.environ["TIERCKPT_TEST_NICE"] = "0"
 
 # One thread of torch in each of several processes that share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -281,9 +281,9 @@ def within(name: str, value: float, least: float, most: float) -> None:
 def parse_replicas(text: str) -> tuple[int, bool]:
     """From `replicas`: the boundaries in which everything is compared once, 50 unless it says
     another number, 0 if nothing is; and True to stop if replicas differ. Raises ConfigError."""
-    if text == "off":
+    if text.strip() == "off":
         return 0, False
-    found = re.fullmatch(r"(warn|stop)(?: every ([1-9]\d*))?", text)
+    found = re.fullmatch(r"(warn|stop)(?: every ([1-9]\d*))?", " ".join(text.split()))
     if found is None:
         raise ConfigError(
             f"replicas is {text!r}; give warn, stop or off, perhaps with the boundaries in which "
@@ -442,8 +442,13 @@ def check(config: Config) -> None:
     at_least("local_journal_steps", config.local.journal_steps, 0)
     within("the port of peer_interface", config.peer.port, 0, MAX_PORT)
     at_least("persistent_bytes_per_second", config.persistent.bytes_per_second, 0)
-    for kept in (config.local, config.persistent):
-        _ = kept.retention
+    local, persistent = config.local.retention, config.persistent.retention
+    both = local.keep_best and persistent.keep_best
+    if both and local.best_is_low != persistent.best_is_low:
+        raise ConfigError(
+            f"local_keep is {config.local.keep!r} and persistent_keep {config.persistent.keep!r}: "
+            "say for both whether the lowest metric is the best, as without a word, or the highest"
+        )
     _check_protected(config)
     _check_codecs(config)
     _check_exporters(config)
@@ -667,9 +672,10 @@ class Config(Struct, frozen=True):
 
     @property
     def best(self) -> str:
-        """The best metric, as the levels keep it: the `lowest`, or the `highest`."""
-        low = self.local.retention.best_is_low and self.persistent.retention.best_is_low
-        return "lowest" if low else "highest"
+        """The best metric, as a level keeps it: the `lowest`, or the `highest`."""
+        kept = [level.retention for level in (self.local, self.persistent)]
+        high = any(each.keep_best and not each.best_is_low for each in kept)
+        return "highest" if high else "lowest"
 
     @property
     def compared_steps(self) -> int:
@@ -726,7 +732,7 @@ def _plain(kind: Any) -> type:
 PREFIX = "TIERCKPT_"
 NOT_SETTINGS = (
     *("ATTEMPT", "CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
-    *("PROVE_DIR", "COPY_ENGINE", "RESTART", "AGENT_NICE"),
+    *("PROVE_DIR", "COPY_ENGINE", "RESTART", "TEST_NICE"),
 )
 """Variables with the prefix that are not settings."""
 GIVEN = "the arguments"
@@ -822,15 +828,15 @@ def _convert(key: str, value: Any, source: str) -> Any:
     if kind is None:
         others = ARGUMENTS if source == GIVEN else map(str.lower, NOT_SETTINGS)
         candidates = [*known_settings(), *others]
-        hint = question([repr(near) for near in near_names(key, candidates)])
+        hint = question([repr(near) for near in near_names(key, candidates, cutoff=0.65)])
         raise ConfigError(
             f"unknown setting {key!r} in {source}; {hint}docs/settings.md lists all settings, as "
             "does help('tierckpt.Settings') in Python"
         )
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if key in KEEP and type(value) is int:
-        value = str(value)
+    if key in KEEP and type(value) in (int, str):
+        value = " ".join(str(value).split())  # ranks compare it
     if key == STORAGE_OPTIONS:
         return _storage_options(value, source)
     if value == AUTO and key in AUTOMATIC:
@@ -847,7 +853,8 @@ def _convert(key: str, value: Any, source: str) -> Any:
     except (KeyError, TypeError, ValueError):
         either = " or auto" if key in AUTOMATIC else ""
         unit = next((u for u in UNITS if key.endswith(f"_{u}") or f"_{u}_" in key), "")
-        must = f"it must be {KINDS[kind]}{f' of {unit}' if unit else ''}{either}"
+        what = "a number or a text" if key in KEEP else KINDS[kind]
+        must = f"it must be {what}{f' of {unit}' if unit else ''}{either}"
         raise ConfigError(f"{key} in {source} is {value!r}; {must}") from None
     return value
 

@@ -42,7 +42,7 @@ Course: TypeAlias = dict[int, dict[str, str]]
 """Digests of a rank's state by version."""
 ENVIRONMENT = {
     "TIERCKPT_AGENT_LINGER_SECONDS": "0",
-    "TIERCKPT_AGENT_NICE": "0",
+    "TIERCKPT_TEST_NICE": "0",
     "OMP_NUM_THREADS": "1",
 }
 WIDTH = 200

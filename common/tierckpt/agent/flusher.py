@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -511,8 +512,8 @@ class Flusher(Stage[FlushOrder]):
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings
-        how = {"sleep": self._sleep, "on_retry": self._retried, **settings.options()}
-        return PersistentStore(settings.path, retry=retry, **how)
+        ours: dict[str, Any] = {"sleep": self._sleep, "on_retry": self._retried}
+        return PersistentStore(settings.path, retry=retry, **ours, **settings.options())
 
     def _open(self, order: FlushOrder) -> PersistentStore:
         """Return the store, opened by the first flush. The first node creates it: if another node

@@ -29,7 +29,7 @@ __all__ = ["UsageSampler", "lower_priority", "shorten_slices", "usage_file_name"
 SHORTEST_SLICE_NANOSECONDS = 100_000
 """The kernel gives no less."""
 TRIES = 5
-NICE = int(os.environ.get("TIERCKPT_AGENT_NICE", "10"))
+NICE = 0 if os.environ.get("TIERCKPT_TEST_NICE") == "0" else 10
 """Niceness of an agent, relative to its trainers. The variable is for tests, which wait for agents
 beside each other."""
 

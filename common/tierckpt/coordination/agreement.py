@@ -86,6 +86,7 @@ class Agreement:
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
         self._timed = any(self._every_seconds.values())
         """Some level takes versions by time."""
+        self.versions = Versions()
         self.restart()
 
     def restart(
@@ -96,7 +97,9 @@ class Agreement:
     ) -> None:
         """Start with these versions as safe, after a restore; `broken` ones are on local disks.
         `ages_seconds`: the part of each level's interval that has already passed."""
-        self.versions = Versions(safe, broken)
+        # The copier may still be with versions of the run before: their slots are not free.
+        copied = [each for each in self.versions.flying if each.snapshot is not None]
+        self.versions = Versions(safe, broken, copied)
         self.ledgers = self.versions.ledgers
         self.memory, self.local = self.ledgers[MEMORY], self.ledgers[LOCAL]
         self.peer, self.persistent = self.ledgers[PEER], self.ledgers[PERSISTENT]

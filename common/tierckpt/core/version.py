@@ -36,7 +36,9 @@ def superseded_by(safe: VersionId, protected: set[VersionId]) -> set[VersionId]:
 
 
 class Version:
-    """One version in flight, on one rank. Training thread, except `tell`."""
+    """One version in flight, on one rank. Training thread, except `tell`; and the thread that ends
+    the copy sets `nbytes` and `metric`, before the commit of which others learn, and `snapshot` to
+    None, last."""
 
     snapshot: Any = None
     """The `Snapshot` that copies it, until that is sealed or failed."""
@@ -119,10 +121,15 @@ class Versions:
         self,
         safe: Mapping[Level, VersionId | None] = MappingProxyType({}),
         broken: Iterable[VersionId] = (),
+        copied: Iterable[Version] = (),
     ) -> None:
-        """Start with these versions as safe, and with `broken` ones on local disks."""
-        self.flying: tuple[Version, ...] = ()
-        """The versions in flight, oldest first: in the same order on every rank."""
+        """Start with these versions as safe, and with `broken` ones on local disks. `copied`:
+        versions of the run before, of which nothing is to become when their copies have ended."""
+        self.flying: tuple[Version, ...] = tuple(copied)
+        """The versions in flight, oldest first: in the same order on every rank, as far as they are
+        open on some level."""
+        for version in self.flying:
+            version.open, version.flush = set(), None
         self.ledgers = {level: Ledger(level, self, safe.get(level)) for level in LEDGERS}
         self.ledgers[LOCAL].broken = sorted(broken)[-REMEMBERED:]
 

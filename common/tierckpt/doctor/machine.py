@@ -259,9 +259,8 @@ def local(subject: Subject) -> Iterator[Finding]:
     if not subject.config.uses("local"):
         yield absent(name, "the settings use no local level", "set TIERCKPT_LOCAL_EVERY_SECONDS")
         return
-    copies = (
-        subject.config.local.retention.keep_last + 1
-    )  # the oldest goes after the newest is complete
+    # The oldest version goes after the newest is complete.
+    copies = subject.config.local.retention.keep_last + 1
     if slots.expected(subject.config):
         copies = slots.most_files(subject.config, subject.config.slots or 2)
     found = of_directory(Need(directory, copies * subject.node_bytes), PLACE_SECONDS)

@@ -334,7 +334,7 @@ class RunRecord(Struct, frozen=True):
     git: str = ""
     """The commit of the repository that contains the script."""
     best: str = ""
-    """The setting `best`: whether the lowest or the highest metric is the best."""
+    """Whether the lowest or the highest metric is the best, as the settings say which to keep."""
     events: str = ""
     """The setting `events_dir`, absolute, for commands that read events."""
     traces: str = ""

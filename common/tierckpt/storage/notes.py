@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -43,9 +43,6 @@ from tierckpt.format.records import RunEnd, RunRecord, check_head, checked, head
 from tierckpt.storage.marks import LocalPins, Place, SmallFiles, locked_place
 
 from . import durable
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "ForkMarks",

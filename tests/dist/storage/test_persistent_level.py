@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -92,25 +94,29 @@ def test_a_place_that_cannot_be_written_costs_that_level_only(
 
 
 def on_two_nodes(place: Place, shared: str, more: dict[str, Any]) -> dict[str, Any]:
-    return train_and_close(place, shared, {"node": f"node{rank() % 2}", **more})
+    """With two shards in a file, which only an agent of this process can be told."""
+    of_two = partial(PersistentStore, shards_per_group=2)
+    with mock.patch("tierckpt.agent.flusher.PersistentStore", of_two):
+        given = {"node": f"node{rank() % 2}", "agent": "inline", **more}
+        return train_and_close(place, shared, given)
 
 
 def come_back_on_two_nodes(place: Place, shared: str) -> dict[str, Any]:
     return come_back(place, shared, node=f"node{rank() % 2}")
 
 
-FILES = {
-    "shared": (True, ["00000of00001.shards"]),
+GROUPS_OF_TWO = {
+    "shared": (True, ["00000of00002.shards", "00001of00002.shards"]),
     "own": (False, ["s00000-00000.shards", "s00001-00001.shards", "s00002-00002.shards"]),
 }
 
 
 @pytest.mark.parametrize(("layout", "now"), [("shared", 2), ("own", 3)])
-def test_files_of_shards_that_are_on_several_nodes(
+def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
     layout: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Three shards of two nodes, each with its own disk."""
-    shares, files = FILES[layout]
+    """Three shards, two in a file; the first file is of two nodes, and each has its own disk."""
+    shares, files = GROUPS_OF_TWO[layout]
     more = {"persistent_storage_options": {"shared_writes": shares}}
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
     shared = str(tmp_path / "shared")
@@ -126,6 +132,7 @@ def test_files_of_shards_that_are_on_several_nodes(
         shutil.rmtree(tmp_path / node)
     shutil.rmtree(place.shm)
     Path(place.shm).mkdir()
+    # With the usual number of shards in a file.
     for number, told in enumerate(ranks(now).run(come_back_on_two_nodes, place, shared)):
         assert told["restored"] == (STEPS, {"persistent": 3})
         assert told["replicated"] == before[0]["replicated"]

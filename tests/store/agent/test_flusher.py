@@ -228,7 +228,7 @@ def pinned_on_local(tmp_path: Path, version: int, *here: int) -> FlushOrder:
 
 
 def pins(place: Path) -> list[int]:
-    return [name.id.version for name in PersistentPins(PersistentStore(str(place))).marked()]
+    return sorted(each.id.version for each in PersistentPins(PersistentStore(str(place))).marked())
 
 
 def test_the_node_that_completes_a_version_pins_it_as_it_is_on_local(

@@ -498,7 +498,7 @@ IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
 
 def test_it_gives_way_to_the_training(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of its threads, on the CPU and on the device."""
-    monkeypatch.delenv("TIERCKPT_AGENT_NICE")
+    monkeypatch.delenv("TIERCKPT_TEST_NICE")
     client = AgentClient(*node(0))
     pid = reach(client)
     threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]

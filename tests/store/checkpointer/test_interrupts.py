@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 
 from tests.support.thorough import points
+from tierckpt.coordination import SlotHandoff
+from tierckpt.core import Version
+from tierckpt.snapshot import Snapshot
 from tierckpt.testing import TinyJob
 
 OURS = str(Path(sys.modules["tierckpt"].__file__ or "").parent)
@@ -85,6 +89,37 @@ def test_an_interrupt_at_a_boundary_costs_a_few_versions(
                 there = {event.version for event in job.events[heard:] if event.name == name}
                 assert later <= there, f"{name} behind an interrupt at {interrupt.came}"
         assert number > 100
+
+
+def test_a_slot_is_free_again_after_an_interrupt_and_a_restore(
+    path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes when a copy has ended, before its slot is said to be filled; `restore()`
+    starts another run in the same process, which must know of that slot."""
+    done, cut = SlotHandoff.done, list[int]()
+
+    def interrupted(handoff: SlotHandoff, version: Version, snapshot: Snapshot) -> None:
+        if armed and not cut and threading.current_thread() is threading.main_thread():
+            cut.append(version.id.version)
+            raise KeyboardInterrupt
+        done(handoff, version, snapshot)
+
+    monkeypatch.setattr(SlotHandoff, "done", interrupted)
+    armed = False
+    with TinyJob(path, shm_dir=str(shm_dir), agent="inline", slots=2, when_busy="wait") as job:
+        job.run(4)
+        armed = True
+        with contextlib.suppress(KeyboardInterrupt):
+            while not cut:
+                job.run(job.iteration + 1)
+        job.restore()
+        start = job.checkpointer.version
+        heard = len(job.events)
+        job.run(job.iteration + RECOVERY)
+        job.checkpointer.wait()
+        told = [(event.name, event.version) for event in job.events[heard:]]
+    assert [each for each in told if each[0] == "failed"] == []
+    assert {("sealed", start + number) for number in range(1, RECOVERY)} <= {*told}
 
 
 class Interrupted:

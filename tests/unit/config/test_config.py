@@ -281,6 +281,33 @@ def test_what_a_level_keeps_is_one_text(text: str | int, policy: RetentionPolicy
     assert config.best == ("lowest" if policy.best_is_low else "highest")
 
 
+def test_ranks_that_say_the_same_in_other_words_have_the_same_setting() -> None:
+    one, other = (load_config({"local_keep": text}, {}) for text in (" 3,  every 9 ", "3, every 9"))
+    assert one.local.keep == other.local.keep
+
+
+@pytest.mark.parametrize("wrong", [True, 2.0, ["2"]])
+def test_neither_a_number_nor_a_text_is_answered_with_both(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="it must be a number or a text"):
+        load_config({"persistent_keep": wrong}, {})
+
+
+def test_the_levels_agree_which_metric_is_the_best() -> None:
+    low, high = "2, best 3", "2, best 3 highest"
+    with pytest.raises(ConfigError, match="the lowest metric is the best, as without a word, or"):
+        load_config({"local_keep": low, "persistent_keep": high}, {})
+    assert load_config({"local_keep": high}, {}).best == "highest"
+    assert load_config({"local_keep": "2", "persistent_keep": high}, {}).best == "highest"
+    assert load_config({"local_keep": low, "persistent_keep": low}, {}).best == "lowest"
+
+
+@pytest.mark.parametrize("name", ["on_drift", "best", "trace_steps", "local_in_place"])
+def test_a_name_unlike_all_others_is_not_answered_with_one(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({name: 1}, {})
+    assert "did you mean" not in str(error.value)
+
+
 def test_a_wrong_text_is_answered_with_right_ones() -> None:
     said = 'local_keep is \'2, every\'; give .*: "2", "2, every 1000", "2, best 3"'
     with pytest.raises(ConfigError, match=said):
@@ -295,7 +322,7 @@ def test_a_part_of_it_by_a_name_of_its_own_is_answered_with_the_setting(old: str
 
 @pytest.mark.parametrize(
     ("text", "steps", "stops"),
-    [("warn", 50, False), ("stop", 50, True), ("off", 0, False), ("stop every 7", 7, True)],
+    [("warn", 50, False), ("stop", 50, True), ("off", 0, False), (" stop  every 7", 7, True)],
 )
 def test_replicas_says_how_often_and_what_follows(text: str, steps: int, stops: bool) -> None:
     config = load_config({"replicas": text}, {})

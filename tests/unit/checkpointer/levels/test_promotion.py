@@ -174,6 +174,17 @@ def test_a_broken_version_is_not_flushed_and_does_not_count(rank: Rank) -> None:
     assert [order.id.version for order in rank.client.flushes] == [4]
 
 
+def test_a_disk_that_is_full_for_long_leaves_few_versions_in_flight(rank: Rank) -> None:
+    """Of broken versions that were to go to the persistent level, the newest one may be committed
+    again, at the end."""
+    for version in range(3, 40):
+        rank.agree(rank.take(version), BROKEN)
+    assert [each.id.version for each in rank.agreement.versions.flying] in ([39], [38, 39])
+    newer = rank.take(40)
+    rank.agree(newer, DONE)
+    assert [order.id for order in rank.client.flushes] == [newer]
+
+
 def test_a_broken_version_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
