@@ -171,11 +171,11 @@ class Promotion:
         """Have the agent remove versions that are no longer needed. Called when one more version
         was found complete, or broken, on the local levels."""
         local, lineage = self._agreement.local, self._history.lineage
-        failed = [v for v in self._agreement.versions.flying if v.flush and LOCAL not in v.open]
-        for version in failed[:-1]:  # the newest may be committed again
-            version.flush = None
         opened = local.open  # it is tried again
         void = [id_ for id_ in local.broken if id_ not in opened]
+        lost = [v for v in self._agreement.versions.flying if v.flush and v.id in void]
+        for version in lost[:-1]:  # the newest may be committed again
+            version.flush = None
         # A version that peers can rebuild stays until they can rebuild a newer one.
         keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
         keep |= self.spared.versions

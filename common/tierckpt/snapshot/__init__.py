@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .copy_engine import describe as describe_engine, find as find_engine
     from .copy_plan import Binding, CopyPlan
     from .cuda import DeviceCopies, Sources
-    from .engine import Engine, NativeEngine, TorchEngine, Watch
+    from .engine import BlockQueue, Engine, NativeEngine, TorchEngine, Watch
     from .snapshot import Copier, Snapshot
     from .staging import Staging
 

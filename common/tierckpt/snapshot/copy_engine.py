@@ -241,6 +241,7 @@ class Desk:
         at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
         if not self._library.post(*at, head, *sizes):
             job.posted = False
+            self._kept.pop()
             return False
         del self._kept[:-1]
         return True

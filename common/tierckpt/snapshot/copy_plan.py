@@ -478,7 +478,8 @@ class CopyPlan:
         held = [holder.get(name) for holder, name in slots]
         if slots is self._buffer_slots and same_objects(held, self._held) and self.buffers.stand():
             return True
-        if not self.buffers.follow([*named_buffers(state.model), *self.own]):
+        now = [(f"buffer/{name}", tensor) for name, tensor in named_buffers(state.model)]
+        if not self.buffers.follow([*now, *self.own]):
             return False
         self._buffer_slots, self._held = slots, held
         return True
@@ -617,7 +618,10 @@ class _Buffers:
         return not self._live or self._seen.stand() is not None
 
     def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
-        """Use these buffers instead, if they have the same kinds; else return False."""
+        """Use these buffers instead, if they have the same kinds; else return False. Raises
+        UnsupportedStateError for one that cannot be stored."""
+        for name, tensor in named:
+            tree_codec.refuse_in_place(tensor, name)
         if [tree_codec.spec_of(t, n) for n, t in named] != self.specs:
             return False
         self._live = [t for _, t in named]

@@ -185,7 +185,7 @@ class BlockQueue:
 
     def _progress(self) -> Progress:
         with self._changed:
-            if self._left and self._ended:
+            if self._ended:
                 return Progress.ABORTED
             return Progress.IDLE if self._left else Progress.COMPLETE
 

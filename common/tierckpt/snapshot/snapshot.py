@@ -33,10 +33,11 @@ A failure means that it is never sealed. Training is not affected.
 in progress reads the memory that tensors had at the boundary. Aliases keep their storages, so
 `tensor.data = ...`, `tensor.set_()` and `module.to()` are safe: they give the tensor another
 storage. A few operations free the memory within a storage, such as `share_memory_()`, which
-`multiprocessing` calls for every tensor that it sends, or `resize_()`. `guard` makes these wait
-for the copy first, as an optimizer's step does, so the version is exact and nothing reads freed
-memory. The wrappers stay in torch's classes, and call torch at once while nothing is copied.
-Extensions that free memory without these methods are seen at the seal: see `PlanCheck.counters`.
+`multiprocessing` calls for every tensor that it sends, or `resize_()`. `guard_memory_moves` makes
+these wait for the copy first, as an optimizer's step does, so the version is exact and nothing
+reads freed memory. The wrappers stay in torch's classes, and call torch at once while nothing is
+copied. Extensions that free memory without these methods are seen at the seal: see
+`PlanCheck.counters`.
 """
 
 from __future__ import annotations
@@ -540,6 +541,8 @@ class Snapshot:
         """Seal the slot; by the thread that copied the last block."""
         started = time.perf_counter()
         self._check_counters()
+        if not self.open:
+            return
         assert self._digests is not None
         start = len(self._header)
         self.manifest = Manifest(
@@ -561,11 +564,12 @@ class Snapshot:
         self._end(sealed=True)
 
     def _check_counters(self) -> None:
-        """Raise SnapshotError when a source was changed during the copy; once, by the barrier or
-        the seal: from then on, the optimizer may run."""
+        """Raise SnapshotError when a source was changed during the copy: in the barrier and in the
+        seal, until one of them finds none. From then on, the optimizer may run."""
         with self._lock:
-            before, self._counters = self._counters, None
+            before = self._counters
             if before is None or self.plan.counters() == before:
+                self._counters = None
                 return
             if moved := self.plan.moved():
                 raise SnapshotError(f"{some(moved)}: {MOVED}")

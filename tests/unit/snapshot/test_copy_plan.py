@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tierckpt.errors import UnsupportedStateError
 from tierckpt.format import PAGE_BYTES
 from tierckpt.snapshot import CopyPlan
 from tierckpt.state import TrainingState
@@ -53,3 +54,35 @@ def test_a_tree_that_keeps_growing_leaves_no_stale_headers(plan: CopyPlan) -> No
     for tree_bytes in range(KIB, 2 * MIB, 3 * KIB):
         plan.header(tree_bytes)
     assert len(plan._headers) <= 4
+
+
+class Masked(torch.nn.Module):
+    """A model with a buffer that a forward pass may replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.register_buffer("mask", torch.ones(3, 3))
+
+
+def test_a_replaced_buffer_keeps_the_plan_and_is_staged() -> None:
+    model = Masked()
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    plan = CopyPlan(state, state.walk(), 0, 1)
+    assert plan.fits(state)
+    model.mask = torch.full((3, 3), 2.0)
+    assert plan.fits(state)
+    plan.buffers.stage()
+    assert plan.buffers.staged["buffer/mask"].tolist() == [2.0] * 9
+    model.mask = torch.ones(2, 2)
+    assert not plan.fits(state)
+
+
+def test_a_buffer_replaced_by_one_without_memory_of_its_own_is_refused_by_name() -> None:
+    model = Masked()
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    plan = CopyPlan(state, state.walk(), 0, 1)
+    assert plan.fits(state)
+    model.mask = torch.ones(3, 3).to_sparse()
+    with pytest.raises(UnsupportedStateError, match="buffer/mask is of layout"):
+        plan.fits(state)

@@ -185,6 +185,14 @@ def test_a_disk_that_is_full_for_long_leaves_few_versions_in_flight(rank: Rank) 
     assert [order.id for order in rank.client.flushes] == [newer]
 
 
+def test_a_version_safe_after_a_newer_one_broke_is_flushed(rank: Rank) -> None:
+    """Ranks were in different iterations when they made the newer one."""
+    older, newer = rank.take(10), rank.take(20)
+    rank.agreement.break_open(newer)
+    rank.agree(older, DONE)
+    assert [order.id for order in rank.client.flushes] == [older]
+
+
 def test_a_broken_version_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
