@@ -34,16 +34,16 @@ def vote_late(patch: pytest.MonkeyPatch, boundaries: int) -> None:
     """Vote as a rank that copies version 3 for so many boundaries more."""
     vote, left = Agreement._vote_about, [boundaries]
 
-    def voted(self: Agreement, level: Any, id_: Any, *more: Any) -> Any:
-        known = self._known[level]
-        if level != MEMORY or id_ is None or id_.version != 3 or not left[0]:
-            return vote(self, level, id_, *more)
+    def voted(self: Agreement, level: Any, version: Any, *more: Any) -> Any:
+        if level != MEMORY or version is None or version.id.version != 3 or not left[0]:
+            return vote(self, level, version, *more)
         left[0] -= 1
-        kept = known.pop(id_)
+        kept = version.here(level)
+        version.start(level)
         try:
-            return vote(self, level, id_, *more)
+            return vote(self, level, version, *more)
         finally:
-            known[id_] = kept
+            version.tell(level, kept)
 
     patch.setattr(Agreement, "_vote_about", voted)
 
