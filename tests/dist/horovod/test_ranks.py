@@ -32,7 +32,7 @@ def start_and_tell(folder: str) -> None:
 def gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between two calls
         return True
     return state.startswith("Z")
 
