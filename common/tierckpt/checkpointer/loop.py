@@ -103,7 +103,8 @@ class Rounds:
         if (agreed.adapter == VOID or newly_apart) and self._last is not None:
             id_, take = self._last
             self._schedule.requested |= frozenset(take)
-            if (void := self._agreement.versions.find(id_)) is not None:
+            void = self._agreement.versions.find(id_) if take else None
+            if void is not None:  # else one of the same number, taken at an earlier boundary
                 void.is_void = not newly_apart
                 if newly_apart:
                     self._break(void)

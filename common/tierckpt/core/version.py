@@ -177,11 +177,9 @@ class Versions:
         After a lost vote, or a vote about a version still being copied, votes lag; they catch up at
         a boundary that takes no version.
         """
-        memory = self.ledgers[MEMORY]
-        opened = memory.open if self.flying else []
+        opened = self.on(MEMORY) if self.flying else []
         if not opened:
-            return [memory.safe] if memory.safe else []
-        oldest = self.find(opened[0])
-        assert oldest is not None
-        decided = len(opened) > 1 and oldest.here(MEMORY) != PENDING
-        return opened[1:] if decided else opened
+            safe = self.ledgers[MEMORY].safe
+            return [safe] if safe else []
+        decided = len(opened) > 1 and opened[0].here(MEMORY) != PENDING
+        return [version.id for version in (opened[1:] if decided else opened)]

@@ -351,7 +351,7 @@ class Saving:
         job, deadline = self._job, time.monotonic() + SLOT_PATIENCE_SECONDS
         seal_bytes = seal_area_bytes(shard.blocks, len(facts.lineage))
         while True:
-            protected = job.agreement.memory.protected() - {facts.id}
+            protected = job.agreement.protected(facts.id)
             try:
                 return job.pool.choose(protected, job.agent.pinned(), seal_bytes, shard.image_bytes)
             except NoSlotError:
