@@ -146,6 +146,9 @@ class Blame:
             text += f"; {self._replies[member]}"
             if self._replies[member] != NO_ANSWER and (silent := self._silent(member)):
                 text += f"; no answer from {', '.join(silent)}"
+        elif (answer := self._ask(member)) and answer[1]:
+            # Its last message went to the connection that broke.
+            text += f"; it gave up: {answer[1]}"
         return type(error)(text, member)
 
     def _silent(self, blamed: int) -> list[str]:
@@ -440,6 +443,10 @@ class Exchange:
         members = {*self._inbox.waiting_for, self._engaged} - {None}
         names = [self._party.name(member) for member in members if member is not None]
         return names[:SHOWN_NAMES]
+
+    def why_failed(self) -> str:
+        """The first failure of the exchange, for members that ask `why`; empty without one."""
+        return str(self._inbox.failure() or "")
 
     def _fail(self, error: PeerError) -> None:
         """Make `run` raise `error`, wherever it waits. From any thread."""

@@ -72,6 +72,9 @@ class Host(Protocol):
     def waits_for(self) -> list[str]:
         """Names of the members that the exchange waits for now."""
 
+    def why_failed(self) -> str:
+        """The first failure of the exchange; empty without one."""
+
     def cancel(self, why: str) -> None:
         """End the exchange with this reason."""
 
@@ -287,7 +290,7 @@ class Transport:
     def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
         member = int(head["to"])
         if host := self._hosts.get((str(head["tag"]), member)):
-            return {"waits_for": host.waits_for()}
+            return {"waits_for": host.waits_for(), "gave_up": host.why_failed()[:MAX_TEXT]}
         return {"gave_up": self._why_given_up(head) or ""}
 
     def _why_given_up(self, head: dict[str, Any]) -> str | None:

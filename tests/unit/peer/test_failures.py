@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,21 @@ def test_a_slow_one_is_not_blamed_alone(members: Members) -> None:
         text = str(asks._explain(PeerError("rank 1 sent nothing for 9 s", 1)))
     assert "makes no progress; no answer from " in text
     assert text.endswith(asks._party.name(2))
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["still failing", "ended"])
+def test_one_whose_last_message_was_lost_is_asked_for_its_reason(
+    members: Members, ended: bool
+) -> None:
+    """A member that fails may shut the connection that its reason would have gone through."""
+    neighbour, asks = members.exchange(2), members.exchange(0)
+    with nullcontext() if ended else members.transports[2].hosting(neighbour):
+        if ended:
+            members.transports[2].gave_up(neighbour, "rank 3 has failed")
+        else:
+            neighbour._fail(PeerError("rank 3 has failed", 1))
+        text = str(asks._explain(PeerError("rank 5: the connection broke", 2)))
+    assert text.endswith("rank 5: the connection broke; it gave up: rank 3 has failed")
 
 
 # --- giving up -----------------------------------------------------------------------------------
