@@ -651,7 +651,7 @@ class Checkpointer(CheckpointerCore):
         if self._over:
             return self.end
         if self._in_callback:
-            self._agreement.close_asked = True
+            self._agreement.ask_close()
             return None
         with self._ending():
             started = time.perf_counter()

@@ -10,6 +10,7 @@ also calls.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,7 +18,9 @@ from types import MappingProxyType
 from tierckpt.config import Config
 from tierckpt.core.decisions import (
     NO_METRIC,
+    PLACES,
     SILENT,
+    VOTE_WIDTH,
     LevelVote,
     Vote,
     as_vote,
@@ -82,7 +85,7 @@ class Agreement:
         """Votes cast since all ranks were last certain to be at the same boundary."""
         self._asked = False
         self.close_asked = False
-        """The user called `close()`; every vote from now on reports it to all ranks."""
+        """See `ask_close`."""
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
         self._timed = any(self._every_seconds.values())
         """Some level takes versions by time."""
@@ -119,6 +122,9 @@ class Agreement:
         """Ranks without a vote, where known."""
         self._patience_lost = False
         self._ballot = None
+        self._repeatable: list[int] | None = None
+        """The last vote, if the next one may be the same: it has no news but versions that are
+        complete in memory."""
 
     def open(self, id_: VersionId, levels: Iterable[Level]) -> Version:
         """All ranks take a version to memory and to these levels."""
@@ -128,7 +134,11 @@ class Agreement:
 
     def ask(self) -> None:
         """Request a checkpoint for the user; the next vote reports it to all ranks."""
-        self._asked = True
+        self._asked, self._repeatable = True, None
+
+    def ask_close(self) -> None:
+        """The user called `close()`; every vote from now on reports it to all ranks."""
+        self.close_asked, self._repeatable = True, None
 
     def tell(self, level: Level, id_: VersionId, state: int) -> None:
         """Record this rank's state of a version (DONE, BROKEN), if it is in flight. Any thread."""
@@ -177,7 +187,23 @@ class Agreement:
         self._asked = False
         if self.diverged is not None:
             return
-        self._cast(vote, newest, about, own)
+        values = vote.pack()
+        self._cast(values, newest, about, own)
+        plain = vote.levels is SILENT or all(map(_is_plain, vote.levels.values()))
+        if plain and not own and about.keys() <= {MEMORY} and vote.no_request and vote.no_close:
+            self._repeatable = values
+
+    def repeat(self, newest: VersionId, place: int, parts: tuple[int, ...]) -> bool:
+        """Cast the same vote as the last time, but for the place and the numbers of parts. False,
+        and nothing is cast, if there is other news. Arguments as for `launch`."""
+        values, about = self._repeatable, self._about(newest) if self.versions.flying else {}
+        if values is None or not all(map(_is_in_memory, about.values())):
+            return False
+        values = [*values[:VOTE_WIDTH], *parts]
+        values[PLACES] = place, ~place
+        self._cast(values, newest, about)
+        self._repeatable = values
+        return True
 
     def _about(self, newest: VersionId) -> dict[Level, Version]:
         """Return, by level, the oldest open version with a state that can be known by now."""
@@ -236,7 +262,8 @@ class Agreement:
             metric_vote = as_vote(metric)
             vote = Vote(levels, less_bytes=-nbytes, metric=metric_vote, parts=self._silent)
             opened = self.memory.open
-            self._cast(vote, VersionId(opened[-1].generation if opened else 0, version), about)
+            newest = VersionId(opened[-1].generation if opened else 0, version)
+            self._cast(vote.pack(), newest, about)
             _, lost = self.read()
             broken += [lost] if lost else []
             self.apart, self.together = apart, together
@@ -244,14 +271,38 @@ class Agreement:
 
     def _cast(
         self,
-        vote: Vote,
+        values: list[int],
         newest: VersionId,
         about: dict[Level, Version],
         own: Sequence[int] = (),
     ) -> None:
         """Cast the vote; for `about` see `Ballot`."""
         self.turns += 1
-        self._ballot = Ballot(self._ballots.all_reduce_min(vote.pack(), own), newest, about)
+        self._repeatable = None
+        self._ballot = Ballot(self._ballots.all_reduce_min(values, own), newest, about)
+
+    @property
+    def due_seconds(self) -> float:
+        """The first moment at which a level takes a version by time, by `time.monotonic()`."""
+        timed = [self._since[level] + s for level, s in self._every_seconds.items() if s > 0]
+        return min(timed, default=math.inf)
+
+    def read_same(self) -> Vote | None:
+        """As `read`, in the usual case: all ranks have cast the same vote, without news but a
+        version that is complete in memory, and the next one may be the same. None, and nothing is
+        read, in all others."""
+        ballot = self._ballot
+        if self._repeatable is None or ballot is None or not ballot.is_unanimous():
+            return None
+        flying = self.versions.flying
+        if flying and not all(map(_is_in_memory, flying)):
+            return None
+        self._patience_lost, self.apart, self.together = False, False, ballot.newest
+        if flying and (version := ballot.about.get(MEMORY)) is not None:
+            self._resolve(MEMORY, DONE, version)
+            self.versions.land()
+        self.rows = []
+        return ballot.result()
 
     def read(self) -> tuple[Vote, Version | None]:
         """Return the agreement since the last boundary, and the memory version it broke, if any.
@@ -432,6 +483,25 @@ class Agreement:
 
 
 LAST_FIRST = LEDGERS[::-1]
+IN_MEMORY = {MEMORY}
+
+
+def _is_in_memory(version: Version) -> bool:
+    """Nothing is to be learnt of a version but that it is complete in memory, as it is here."""
+    return (
+        version.open == IN_MEMORY
+        and version.here(MEMORY) == DONE
+        and version.snapshot is None
+        and version.flush is None
+    )
+
+
+def _is_plain(vote: LevelVote) -> bool:
+    """The vote about a level says nothing that the next boundary's would not."""
+    return vote.state == DONE and vote[1:] == PLAIN[1:]
+
+
+PLAIN = LevelVote()
 
 
 def _shard(local: Version | None) -> tuple[int, float | None]:

@@ -69,6 +69,11 @@ class Cast(Pending, Protocol):
         an empty row for a rank that gave none."""
         ...
 
+    def is_unanimous(self) -> bool:
+        """True when all ranks are known to have cast this rank's vote, and gave nothing along. Does
+        not wait. Any thread."""
+        ...
+
     def missing(self) -> list[int]:
         """Return the ranks that are known not to have voted yet. Does not wait."""
         ...
@@ -361,7 +366,7 @@ class _Pending:
         # Without the lock, which another thread may hold while it waits.
         return (
             self._result is not None
-            or self._is_unanimous()
+            or self.is_unanimous()
             or self._ballots.done(self._turn, self._votes)
         )
 
@@ -374,8 +379,8 @@ class _Pending:
     def passed_over(self) -> bool:
         return self._ballots.passed_over(self._turn, self._votes)
 
-    def _is_unanimous(self) -> bool:
-        """The usual case, without a look at single numbers."""
+    def is_unanimous(self) -> bool:
+        # The usual case, without a look at single numbers.
         if not (self._row and self._ballots.is_cast_by_all(self._turn, self._row)):
             return False
         own = self._votes[self._ballots.rank]
@@ -384,7 +389,7 @@ class _Pending:
         return True
 
     def _wait(self) -> tuple[list[int], Rows]:
-        if self._result is not None or self._is_unanimous():
+        if self._result is not None or self.is_unanimous():
             assert self._result is not None
             return self._result
         with self._lock:
@@ -646,6 +651,9 @@ class _Reduced:
         columns, size = self._own.wait(), self._own_width
         return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
 
+    def is_unanimous(self) -> bool:
+        return self._own is None and self.vote.done() and self.vote.wait() == self.values
+
     def missing(self) -> list[int]:
         return []  # a reduction does not report the missing ranks
 
@@ -679,6 +687,10 @@ class Ballot:
     def is_here(self) -> bool:
         """True when `result` will not block. Any thread."""
         return self._pending.done()
+
+    def is_unanimous(self) -> bool:
+        """See `Cast`."""
+        return self._pending.is_unanimous()
 
     def came(self, patience_seconds: float) -> bool:
         """Wait for the votes. True when `result` will not block; False after the time is over, or

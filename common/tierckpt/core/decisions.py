@@ -18,6 +18,7 @@ import enum
 import json
 import math
 import struct
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -55,6 +56,7 @@ __all__ = [
     "NEVER_SECONDS",
     "NO_HALT",
     "NO_METRIC",
+    "PLACES",
     "SILENT",
     "VOID",
     "VOTE_WIDTH",
@@ -398,6 +400,8 @@ class Vote(NamedTuple):
 
 VOTE_WIDTH = len(Vote().pack())
 """Without the parts."""
+PLACES = slice(VOTE_WIDTH - 2, VOTE_WIDTH)
+"""Of `place` and `place_complement` in the vector."""
 
 
 class Decision(Struct, frozen=True):
@@ -443,6 +447,27 @@ class Schedule(Struct, dict=True):
             from tierckpt.core.tuning import Tuner
 
             self.tuner = Tuner(self.config)
+
+    def usual(self) -> tuple[tuple[Level, ...], int]:
+        """The levels that take every version, and the first version at which others may be due by
+        steps; 0 if that is not known."""
+        if self.tuner or self.requested or self.skipping or self.config.local.journal_steps:
+            return (), 0
+        take, changes_at = [], sys.maxsize
+        for level in self._ways:
+            every = self._every_steps[level]
+            assert every != AUTO
+            if every == 1:
+                take.append(level)
+            elif every:
+                changes_at = min(changes_at, (self.last[level] // every + 1) * every)
+        return tuple(take), changes_at
+
+    def repeat(self, version: int, take: tuple[Level, ...]) -> None:
+        """The version goes to these levels, the usual ones, and nothing else is due."""
+        self.seen = version
+        for level in take:
+            self.last[level] = version
 
     def start_at(self, version: int) -> None:
         """Start after a restore: nothing is due before the intervals have passed again."""

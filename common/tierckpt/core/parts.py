@@ -56,6 +56,8 @@ class Boundary(Struct):
     """The minima of the votes of the boundary before."""
     rows: list[tuple[int, ...]]
     """All ranks' `row` of the boundary before; empty if there was none."""
+    again: bool = False
+    """It repeats the boundary before: nobody had news, and only impatient parts are called."""
     levels: tuple[Level, ...] = ()
     """Where the version goes; empty: it is not taken."""
     sound: bool = True
@@ -84,6 +86,9 @@ class Part:
     """It is made as soon as the event log is open, before the ranks' votes and levels."""
     idle: frozenset[str] = frozenset()
     """Moments at which the part does nothing now, by name."""
+    patient: frozenset[str] = frozenset()
+    """Moments that may be left out at a boundary that repeats the last one, by name: the part only
+    looks for news there. Its vote stays the same meanwhile."""
     owner: Parts | None = None
     starts_with: frozenset[Level] = frozenset()
     """After state was loaded that no steps lead to: the levels that a version must go to."""
@@ -107,6 +112,17 @@ class Part:
     def wake(self, *moments: str) -> None:
         """Be called at these moments again."""
         self._set_idle(self.idle.difference(moments))
+
+    def wait_for_looks(self, *moments: str) -> None:
+        """Be patient at these moments from now on, and at no others."""
+        self.patient = frozenset(moments)
+        if self.owner is not None:
+            self.owner.refresh()
+
+    def has_news(self) -> None:
+        """Have the next boundary look at everything. Any thread."""
+        if self.owner is not None:
+            self.owner.looks = True
 
     def _set_idle(self, idle: frozenset[str]) -> None:
         if idle != self.idle:
@@ -280,6 +296,8 @@ class Parts:
         self._votes = [kind.votes for kind in table]
         self.silent = tuple(field.silent for fields in self._votes for field in fields)
         """The votes of a rank with silent parts."""
+        self._numbers = self.silent
+        """This rank's last votes."""
         self.refresh()
 
     def make(self, job: TrainingJob, early: bool) -> None:
@@ -302,15 +320,20 @@ class Parts:
         """The part of this kind, if there is one."""
         return next((each for each in self._all if isinstance(each, kind)), None)
 
-    def _of(self, moment: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """The methods of the parts that override this one, and are awake."""
+    def _of(self, moment: Callable[..., Any], again: bool = False) -> list[Callable[..., Any]]:
+        """The methods of the parts that override this one, and are awake; `again`: and are not
+        patient."""
         name = moment.__name__
         parts = [each for each in self._all if each is not None and name not in each.idle]
+        parts = [each for each in parts if not (again and name in each.patient)]
         return [getattr(p, name) for p in parts if getattr(type(p), name) is not moment]
 
     def refresh(self) -> None:
         """Make the lists again."""
         of = self._of
+        self.looks = True
+        """The next boundary does not repeat the last one: a part may have news."""
+        self.boundary_begins_again = of(Part.boundary_begins, again=True)
         self.boundary_begins = of(Part.boundary_begins)
         self.apart, self.diverged = of(Part.apart), of(Part.diverged)
         self.suspicion, self.decided = of(Part.suspicion), of(Part.decided)
@@ -334,15 +357,18 @@ class Parts:
         starts = [each.starts_with for each in self._all if each is not None]
         self.starts_with: frozenset[Level] = frozenset().union(*starts)
         self._readers: list[tuple[Callable[[Boundary, Sequence[int]], None], slice]] = []
-        self._voters: list[Callable[[Boundary], Sequence[int]]] = []
+        self._voters: list[tuple[Callable[[Boundary], Sequence[int]], slice]] = []
         low = 0
         for part, fields in zip(self._all, self._votes, strict=True):
-            high, silent = low + len(fields), self.silent[low : low + len(fields)]
+            high = low + len(fields)
             if part is not None and type(part).read is not Part.read:
                 self._readers.append((part.read, slice(low, high)))
-            if fields:
-                self._voters.append(_silently(silent) if part is None else part.vote)
+            if part is not None and fields:
+                self._voters.append((part.vote, slice(low, high)))
             low = high
+        again = {*of(Part.read, again=True), *of(Part.vote, again=True)}
+        self._readers_again = [each for each in self._readers if each[0] in again]
+        self._voters_again = [each for each in self._voters if each[0] in again]
 
     def first_failure(self) -> Exception | None:
         """The first error of a part with which the job is to end; None without one."""
@@ -351,19 +377,20 @@ class Parts:
     def read(self, at: Boundary) -> None:
         """Let the parts read the last votes."""
         least = at.agreed.parts or self.silent
-        for read, own in self._readers:
+        for read, own in self._readers_again if at.again else self._readers:
             read(at, least[own])
 
     def vote(self, at: Boundary) -> tuple[int, ...]:
         """This rank's numbers of all parts."""
-        numbers: list[int] = []
-        for vote in self._voters:
-            numbers += vote(at)
-        return tuple(numbers)
-
-
-def _silently(numbers: tuple[int, ...]) -> Callable[[Boundary], Sequence[int]]:
-    return lambda _: numbers
+        if at.again and not self._voters_again:
+            return self._numbers
+        numbers = list(self._numbers if at.again else self.silent)
+        for vote, own in self._voters_again if at.again else self._voters:
+            numbers[own] = vote(at)
+        before, self._numbers = self._numbers, tuple(numbers)
+        if self._numbers != before and not at.again:
+            self.looks = True  # for the parts that are to read it
+        return self._numbers
 
 
 def call(moment: Iterable[Callable[..., None]], *arguments: Any) -> None:

@@ -63,6 +63,7 @@ class HaltController(EarlyEnd, Part):
         VoteField("unattended"),
         VoteField("halt_seconds", NEVER_SECONDS),
     )
+    patient = frozenset(("read", "vote"))
 
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
@@ -102,6 +103,7 @@ class HaltController(EarlyEnd, Part):
         grace_seconds = config.halt_grace_seconds
         waits = grace_seconds / 3, grace_seconds
         self._signals = Signals(parse_signals(config.halt_signals), *waits)
+        self._signals.on_received = self.has_news
         for number, why in self._signals.unhandled.items():
             notice(f"{number.name} will not cause a last checkpoint: {why}", logging.INFO)
 
@@ -119,6 +121,7 @@ class HaltController(EarlyEnd, Part):
         """Obey this request, in addition to those in directories."""
         self._standing.append(request)
         self._awaits = True
+        self.has_news()
 
     def read(self, at: Boundary, least: Sequence[int]) -> None:
         """Learn whether the job ends early, and whether the script does not."""
@@ -218,7 +221,9 @@ class HaltController(EarlyEnd, Part):
 
     def should_exit(self) -> bool:
         """The implementation of `Checkpointer.should_exit`."""
-        self._asked = True
+        if not self._asked:
+            self._asked = True
+            self.has_news()
         return self.reason is not Reason.NONE
 
     def seconds_to_wait(self) -> float | None:

@@ -47,7 +47,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import util
 from types import FrameType
 from typing import Any
@@ -143,6 +143,8 @@ class Signals:
         signal until its sender ends the process."""
         self.received: signal.Signals | None = None
         """The first signal that arrived."""
+        self.on_received: Callable[[], None] = lambda: None
+        """Called in the handler, after `received` is set."""
         self.unhandled: dict[signal.Signals, str] = {}
         """Signals that are not handled, with the reasons."""
         self._previous: dict[signal.Signals, Any] = {}
@@ -234,6 +236,7 @@ class Signals:
             _deliver(which, previous)
             return
         self.received = self.received or which
+        self.on_received()
         if handled:
             previous(number, frame)
 

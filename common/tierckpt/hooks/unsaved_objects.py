@@ -492,6 +492,10 @@ class Unsaved(Part):
             self._looks = MAX_LOOKS
             text = f"the search for unsaved objects failed: {error_text(error)}"
             self._say(text, logging.INFO)
+        if not (self.patient or self._copies) and (
+            self._looks >= MAX_LOOKS or self._boundaries > OFTEN or not self._speaks
+        ):
+            self.wait_for_looks("boundary_begins")
 
     def _is_due(self) -> bool:
         if self._looks >= MAX_LOOKS or (self._looks and not self._speaks):

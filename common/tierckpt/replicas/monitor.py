@@ -234,6 +234,9 @@ class ReplicaMonitor(Part):
         self._find_apart = find_apart
         self._submit, self._drift = submit, drift
         self._complained, self._process = False, os.getpid()
+        if not self.active:
+            self.sleep("voted")
+            self.wait_for_looks("read", "vote")
         self.forget()
 
     def forget(self) -> None:
@@ -398,7 +401,8 @@ class ReplicaMonitor(Part):
     def vote(self, at: Boundary) -> Sequence[int]:
         """The digest of the look at the boundary before. If some ranks skipped a step, ranks come
         to the same boundary at different iterations."""
-        at.row = self._inquiry_row()
+        if self._inquiry is not None:
+            at.row = self._inquiry.row()
         look, self._look = self._look, None
         self._place = at.place
         if look is None:
@@ -426,6 +430,13 @@ class ReplicaMonitor(Part):
         Whether an inquiry starts, or ends, follows from the ballots alone. So it is the same on all
         ranks, also on a rank without a look, after an interrupt between its boundaries.
         """
+        calm = self._voted is None and self.finding is None and self._inquiry is None
+        if at.again and calm and not (self._unsure or self._seen_apart or self._spread_in):
+            # No rank has a digest in these votes.
+            self._place = at.place
+            self._next_all |= self._voted_all
+            self._count_silent(True)
+            return
         self._compare(at, *least)
         if self.refusing:
             at.sound, at.postponed = False, self.asking

@@ -40,6 +40,7 @@ class Unchanged(Part):
     """One rank's part. Training thread."""
 
     votes = (VoteField("unchanged"),)
+    patient = frozenset(("read", "vote"))
 
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
@@ -78,6 +79,8 @@ class Unchanged(Part):
         self.count = self.count + 1 if same else 0
         if not striped:
             self.count = NO_STRIPE
+        elif self.count == IN_A_ROW and not self._said:
+            self.has_news()
 
     def vote(self, at: Boundary) -> Sequence[int]:
         """The number of this rank's newest versions that equal the one before."""
