@@ -122,9 +122,9 @@ class Agreement:
         """Ranks without a vote, where known."""
         self._patience_lost = False
         self._ballot = None
-        self._repeatable: list[int] | None = None
-        """The last vote, if the next one may be the same: it has no news but versions that are
-        complete in memory."""
+        self._repeatable: tuple[Vote, list[int]] | None = None
+        """The last vote, packed as well, if the next one may be the same: it has no news but
+        versions that are complete in memory. Place and parts of the first are of an earlier one."""
 
     def open(self, id_: VersionId, levels: Iterable[Level]) -> Version:
         """All ranks take a version to memory and to these levels."""
@@ -191,18 +191,19 @@ class Agreement:
         self._cast(values, newest, about, own)
         plain = vote.levels is SILENT or all(map(_is_plain, vote.levels.values()))
         if plain and not own and about.keys() <= {MEMORY} and vote.no_request and vote.no_close:
-            self._repeatable = values
+            self._repeatable = vote, values
 
     def repeat(self, newest: VersionId, place: int, parts: tuple[int, ...]) -> bool:
         """Cast the same vote as the last time, but for the place and the numbers of parts. False,
         and nothing is cast, if there is other news. Arguments as for `launch`."""
-        values, about = self._repeatable, self._about(newest) if self.versions.flying else {}
-        if values is None or not all(map(_is_in_memory, about.values())):
+        about = self._about(newest) if self.versions.flying else {}
+        if self._repeatable is None or not all(map(_is_in_memory, about.values())):
             return False
-        values = [*values[:VOTE_WIDTH], *parts]
+        vote, before = self._repeatable
+        values = [*before[:VOTE_WIDTH], *parts]
         values[PLACES] = place, ~place
         self._cast(values, newest, about)
-        self._repeatable = values
+        self._repeatable = vote, values
         return True
 
     def _about(self, newest: VersionId) -> dict[Level, Version]:
@@ -290,9 +291,9 @@ class Agreement:
     def read_same(self) -> Vote | None:
         """As `read`, in the usual case: all ranks have cast the same vote, without news but a
         version that is complete in memory, and the next one may be the same. None, and nothing is
-        read, in all others."""
+        read, in all others. Place and parts of the result are those of an earlier vote."""
         ballot = self._ballot
-        if self._repeatable is None or ballot is None or not ballot.is_unanimous():
+        if self._repeatable is None or ballot is None or not ballot.pending.is_unanimous():
             return None
         flying = self.versions.flying
         if flying and not all(map(_is_in_memory, flying)):
@@ -302,7 +303,7 @@ class Agreement:
             self._resolve(MEMORY, DONE, version)
             self.versions.land()
         self.rows = []
-        return ballot.result()
+        return self._repeatable[0]
 
     def read(self) -> tuple[Vote, Version | None]:
         """Return the agreement since the last boundary, and the memory version it broke, if any.

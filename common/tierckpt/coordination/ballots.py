@@ -679,18 +679,13 @@ class Ballot:
     ) -> None:
         """`newest`: the version of the vote's boundary; `about`: by level, the version that the
         state in the vote is about."""
-        self._pending = pending
-        self.newest = newest
+        self.pending, self.newest = pending, newest
         self.about = about
         self._result: Vote | None = None
 
     def is_here(self) -> bool:
         """True when `result` will not block. Any thread."""
-        return self._pending.done()
-
-    def is_unanimous(self) -> bool:
-        """See `Cast`."""
-        return self._pending.is_unanimous()
+        return self.pending.done()
 
     def came(self, patience_seconds: float) -> bool:
         """Wait for the votes. True when `result` will not block; False after the time is over, or
@@ -699,9 +694,9 @@ class Ballot:
         if self._result is not None:
             return True
         deadline, pause = time.monotonic() + patience_seconds, FIRST_PAUSE_SECONDS
-        while not self._pending.done():
-            if time.monotonic() >= deadline or self._pending.passed_over():
-                return self._pending.done()
+        while not self.pending.done():
+            if time.monotonic() >= deadline or self.pending.passed_over():
+                return self.pending.done()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return True
@@ -709,17 +704,17 @@ class Ballot:
     def result(self) -> Vote:
         """Return the minimum of all ranks' votes; waits for it. Any thread."""
         if self._result is None:
-            self._result = Vote.unpack(self._pending.wait())
+            self._result = Vote.unpack(self.pending.wait())
         return self._result
 
     def rows(self) -> Rows:
         """Return the integers that ranks gave along with their votes; waits, too."""
-        return self._pending.rows()
+        return self.pending.rows()
 
     def missing(self) -> list[int]:
         """Return the ranks that are known not to have voted yet."""
-        return self._pending.missing()
+        return self.pending.missing()
 
     def passed_over(self) -> bool:
         """True when a rank is known to be ahead of this one without its vote. Thread: as `came`."""
-        return self._pending.passed_over()
+        return self.pending.passed_over()

@@ -376,7 +376,7 @@ class Parts:
 
     def read(self, at: Boundary) -> None:
         """Let the parts read the last votes."""
-        least = at.agreed.parts or self.silent
+        least = self._numbers if at.again else at.agreed.parts or self.silent
         for read, own in self._readers_again if at.again else self._readers:
             read(at, least[own])
 

@@ -202,11 +202,11 @@ class Iterations:
     @property
     def stepped(self) -> list[str]:
         """Labels of the optimizers that stepped since the last boundary."""
-        return [label for label, steps in self._since.items() if steps]
+        return list(self._since)
 
     def pass_boundary(self) -> int:
         """Start counting at 0 again; returns the steps made."""
-        steps = self.steps
+        steps = max(self._since.values(), default=0)
         self._since.clear()
         return steps
 
@@ -252,7 +252,11 @@ class Iterations:
         if self.repeating:
             return None
         label = self._labels[id(optimizer)]
-        closure = closure_of(args, kwargs)
+        closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
+        if closure is None:
+            self.stepping.add(label)
+            self._before_step(label)
+            return None
         if callable(closure) and label in self._since and not self.explicit:
             self._pass_forward()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
