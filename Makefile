@@ -62,7 +62,7 @@ venv: $(READY)
 
 $(VENV)/.tierckpt-ready: EXTRA := dev
 $(VENV)/.tierckpt-demo-ready: EXTRA := demo
-$(VENV)/.tierckpt-ready $(VENV)/.tierckpt-demo-ready: setup.cfg setup.py $(wildcard common/tierckpt/snapshot/*.c) tools/bootstrap.py
+$(VENV)/.tierckpt-ready $(VENV)/.tierckpt-demo-ready: setup.cfg setup.py $(wildcard common/tierckpt/*/*.c) tools/bootstrap.py
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer that can make virtual environments was found."; \
 	echo "Install one (on Debian and Ubuntu: python3-venv) or name it: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) tools/bootstrap.py $(VENV) $(EXTRA)

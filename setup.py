@@ -10,7 +10,11 @@ setup(
     ext_modules=[
         Extension(
             "tierckpt.snapshot._copy_engine",
-            ["common/tierckpt/snapshot/copy_engine.c", "common/tierckpt/snapshot/tensor_memory.c"],
+            [
+                "common/tierckpt/snapshot/copy_engine.c",
+                "common/tierckpt/snapshot/tensor_memory.c",
+                "common/tierckpt/coordination/ballots.c",
+            ],
             extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden", "-pthread"],
             extra_link_args=["-pthread"],
             py_limited_api=True,

@@ -203,8 +203,8 @@ class Adapter(Protocol):
         `untrained_parameters`, then `attached`.
     2.  In an iteration, the adapter calls `Handle.release` whenever the library has launched the
         reduction of some gradients.
-    3.  Before an optimizer's step: `step_class`, `before_step`, and with a journal
-        `reads_gradients`; after it `step_completed`.
+    3.  Before an optimizer's step: `before_step`, and with a journal `reads_gradients`; after it
+        `step_completed`. `step_class` comes before a step with a closure.
     4.  At a boundary (a call of `Checkpointer.step` after an optimizer's step; or the next forward
         pass): `boundary_begins`; `vote`; if a version is taken `resume_iteration`,
         `newly_unreduced` and `pack`; `boundary_passed`.

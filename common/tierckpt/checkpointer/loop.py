@@ -182,7 +182,7 @@ class Rounds:
         self._last = newest, take
         if at.again and self._repeats(at, adapter, parts):
             return
-        has_room = self._has_room()
+        has_room = self._pool.has_room(self._agreement.versions.needed(), self._agent.pinned())
         writes = self._agent.busy() > 0
         if self._meter is not None:
             flushing = bool(self._agreement.persistent.open)
@@ -206,12 +206,10 @@ class Rounds:
     def _repeats(self, at: Boundary, adapter: int, parts: tuple[int, ...]) -> bool:
         """Cast the last vote again, if this one is the same."""
         same = at.levels == self._usual and adapter == self._adapter
-        if not same or at.wanted or at.row or (at.levels and not self._has_room()):
+        # As many versions are in memory as at the last look, so only an agent may take the room.
+        if not same or at.wanted or at.row or (at.levels and self._agent.pinned()):
             return False
         return self._agreement.repeat(at.id, at.place, parts)
-
-    def _has_room(self) -> bool:
-        return self._pool.has_room(self._agreement.versions.needed(), self._agent.pinned())
 
 
 _log = logging.getLogger("tierckpt")
@@ -574,8 +572,9 @@ class CheckpointerCore(abc.ABC):
         while the next iteration computes."""
         parts, explicit = self._parts, self._iterations.explicit
         self.adapter.boundary_begins(force)
-        looks = force or parts.looks or time.monotonic() >= self._rounds.look_seconds
-        parts.looks = False
+        looks = force or time.monotonic() >= self._rounds.look_seconds
+        if parts.looks:  # in this order: another thread may set it at any time
+            parts.looks, looks = False, True
         for starts in parts.boundary_begins if looks else parts.boundary_begins_again:
             starts(not explicit)
         start = time.perf_counter()
@@ -726,13 +725,13 @@ class CheckpointerCore(abc.ABC):
         for starts in self._parts.step_starts:
             starts()
         if self.adapter.before_step(label):
-            self._barrier()
+            self._position.metric = None
+            self._before_change()
             for ready in self._parts.gradients_ready:
                 ready(label)
 
     def _barrier(self) -> None:
-        """Wait until the copy is complete: the state may change after this call. Also called before
-        the step of an unregistered optimizer."""
+        """Wait until the copy is complete, before the step of an unregistered optimizer."""
         self._position.metric = None
         self._before_change()
 

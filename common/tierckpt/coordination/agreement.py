@@ -122,9 +122,10 @@ class Agreement:
         """Ranks without a vote, where known."""
         self._patience_lost = False
         self._ballot = None
-        self._repeatable: tuple[Vote, list[int]] | None = None
-        """The last vote, packed as well, if the next one may be the same: it has no news but
-        versions that are complete in memory. Place and parts of the first are of an earlier one."""
+        self._repeatable: tuple[Vote, list[int], tuple[int, ...]] | None = None
+        """The last vote, as it was packed, and its numbers of parts, if the next one may be the
+        same: it has no news but versions that are complete in memory. Its place, and parts of the
+        first, are those of an earlier one."""
 
     def open(self, id_: VersionId, levels: Iterable[Level]) -> Version:
         """All ranks take a version to memory and to these levels."""
@@ -191,7 +192,8 @@ class Agreement:
         self._cast(values, newest, about, own)
         plain = vote.levels is SILENT or all(map(_is_plain, vote.levels.values()))
         if plain and not own and about.keys() <= {MEMORY} and vote.no_request and vote.no_close:
-            self._repeatable = vote, values
+            assert self._ballot is not None
+            self._ballot.is_plain, self._repeatable = True, (vote, values, vote.parts)
 
     def repeat(self, newest: VersionId, place: int, parts: tuple[int, ...]) -> bool:
         """Cast the same vote as the last time, but for the place and the numbers of parts. False,
@@ -199,11 +201,14 @@ class Agreement:
         about = self._about(newest) if self.versions.flying else {}
         if self._repeatable is None or not all(map(_is_in_memory, about.values())):
             return False
-        vote, before = self._repeatable
-        values = [*before[:VOTE_WIDTH], *parts]
-        values[PLACES] = place, ~place
-        self._cast(values, newest, about)
-        self._repeatable = vote, values
+        repeatable = vote, values, own = self._repeatable
+        cast = self._ballots.repeat(place) if parts == own else None
+        if cast is None:
+            values = [*values[:VOTE_WIDTH], *parts]
+            values[PLACES] = place, ~place
+            cast, repeatable = self._ballots.all_reduce_min(values), (vote, values, parts)
+        self.turns += 1
+        self._ballot, self._repeatable = Ballot(cast, newest, about, True), repeatable
         return True
 
     def _about(self, newest: VersionId) -> dict[Level, Version]:
@@ -465,6 +470,8 @@ class Agreement:
         ballot = self._ballot
         if ballot is None or (about := ballot.about.get(MEMORY)) is None:
             return protected
+        if ballot.is_plain and ballot.pending.is_unanimous():
+            return superseded_by(about.id, protected)  # all have voted that it is complete
         if not (waits or ballot.is_here()):
             return protected
         try:

@@ -14,11 +14,13 @@ vote only for a bounded time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import secrets
 import select
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -26,10 +28,11 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from tierckpt.core.decisions import Vote
+from tierckpt.core.decisions import PLACES, Vote
 from tierckpt.core.levels import Level
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node, Pending, SingleGroup
+from tierckpt.snapshot import copy_engine
 
 if TYPE_CHECKING:
     from tierckpt.core.version import Version
@@ -99,6 +102,11 @@ class Ballots(Protocol):
         """
         ...
 
+    def repeat(self, place: int) -> Cast | None:
+        """Cast this rank's last vote again, with other `decisions.PLACES`; None, and nothing is
+        cast, where that is not quicker. It gave nothing along. Training thread."""
+        ...
+
     def even_out(self) -> None:
         """Make all ranks' numbers of votes equal. Collective. A rank with an interrupted iteration
         may be a vote behind: it casts empty votes, so that none waits for it, and the next votes
@@ -122,6 +130,60 @@ class Ballots(Protocol):
 
 class RankGoneError(RuntimeError):
     """A rank has not voted and will not: it closed its ballots, or its process ended."""
+
+
+class _Box(ctypes.Structure):
+    """The page for `ballots.c`, in the order of its structure."""
+
+    _fields_ = (
+        ("page", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("ranks", "rank", "first", "turns")),
+        *((name, ctypes.c_uint64) for name in ("row_bytes", "written", "place")),
+    )
+
+
+class NativePage:
+    """The C functions that compare and repeat rows of a page. The page cannot be closed while this
+    exists."""
+
+    INTERFACE = 1
+    """Number in the C file."""
+
+    def __init__(self, path: str, page: mmap.mmap, box: _Box) -> None:
+        """`path`: of the library. Raises OSError, AttributeError or ValueError if it has other
+        functions."""
+        library = ctypes.PyDLL(path)  # it is quicker than to give the interpreter away
+        if library.tierckpt_ballots_interface() != self.INTERFACE:
+            raise ValueError(f"{path} is of another version of Tierckpt")
+        self._memory = (ctypes.c_char * len(page)).from_buffer(page)
+        self._box = box
+        box.page = ctypes.addressof(self._memory)
+        self._at = ctypes.addressof(box)
+        self._unanimous = library.tierckpt_ballots_unanimous
+        self._unanimous.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        self._repeat = library.tierckpt_ballots_repeat
+        self._repeat.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64]
+        self._repeat.restype = None
+
+    @classmethod
+    def of(cls, page: mmap.mmap, box: _Box) -> NativePage | None:
+        """The functions; None without the library, and where integers have another order of
+        bytes."""
+        library = copy_engine.find()
+        if library is None or sys.byteorder != "little":
+            return None
+        try:
+            return cls(library.path, page, box)
+        except (OSError, AttributeError, ValueError):
+            return None
+
+    def unanimous(self, turn: int) -> bool:
+        """True if all ranks' rows of that turn are this rank's."""
+        return bool(self._unanimous(self._at, turn))
+
+    def repeat(self, turn: int, place: int) -> None:
+        """Write this rank's row of that turn again, as the next one's and with another place."""
+        self._repeat(self._at, turn, place)
 
 
 class SharedBallots:
@@ -152,6 +214,9 @@ class SharedBallots:
         self._rows_at = [head + turn * group.size * self._row_bytes for turn in range(TURNS)]
         """Offset of the first rank's row by the remainder of the turn."""
         self._own_iterations = self._iterations_at(group.rank)
+        places = 8 * (2 + PLACES.start)
+        box = _Box(0, group.size, group.rank, head, TURNS, self._row_bytes, self._row.size, places)
+        self._native = NativePage.of(page, box)
         self.turn = 0
         """Turn of this rank's last vote."""
 
@@ -174,6 +239,17 @@ class SharedBallots:
         self.turn = turn  # last: a vote that an interrupt kept from being written is not cast
         return _Pending(self, turn, votes, bool(own), b"" if own else whole)
 
+    def repeat(self, place: int) -> Cast | None:
+        """Cast as Ballots says."""
+        turn, native = self.turn, self._native
+        if native is None or not turn:
+            return None
+        with self._open:
+            self._opened()
+            native.repeat(turn, place)
+        self.turn = turn + 1
+        return _Pending(self, turn + 1, [None] * self._group.size, False, b"")
+
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
         for _ in range(self.turn, max(self._group.all_gather_object(self.turn))):
@@ -194,6 +270,7 @@ class SharedBallots:
         """Close as Ballots says."""
         self.leave()
         with self._open:
+            self._native = None
             if self._page is not None:
                 self._page.close()
             self._page = None
@@ -221,6 +298,11 @@ class SharedBallots:
         """True if that rank's process has ended. Any thread."""
         with self._open:
             return self._page is not None and self._has_ended(rank)
+
+    def own_vote(self, turn: int) -> tuple[list[int], tuple[int, ...]] | None:
+        """Return this rank's vote of that turn. Any thread."""
+        with self._open:
+            return self._vote(self._opened(), turn, self.rank)
 
     def process_fds(self) -> list[int]:
         """Return the descriptors of the other ranks' processes."""
@@ -257,10 +339,13 @@ class SharedBallots:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def is_cast_by_all(self, turn: int, row: bytes) -> bool:
-        """True if the rows of all ranks for that turn are equal to this one. Any thread.
+        """True if the rows of all ranks for that turn are equal to this rank's, `row`. Any thread.
 
         Then they are complete, since a row contains its turn and a checksum, and this rank's vote
         is the minimum."""
+        if (native := self._native) is not None:
+            with self._open:
+                return self._page is not None and native.unanimous(turn)
         first = self._rows_at[turn % TURNS]
         rows = row.ljust(self._row_bytes, b"\0") * self._group.size
         with self._open:
@@ -352,8 +437,8 @@ class _Pending:
     def __init__(
         self, ballots: SharedBallots, turn: int, votes: Votes, with_own: bool, row: bytes
     ) -> None:
-        """`votes`: those known already, by rank. `row`: this rank's as it was written; empty if
-        other ranks' rows need to be read although they are equal."""
+        """`votes`: those known already, by rank. `row`: this rank's as it was written; empty if it
+        was repeated, or gave integers along."""
         self._ballots, self._turn, self._with_own = ballots, turn, with_own
         self._votes, self._row = votes, row
         self._lock = threading.Lock()
@@ -381,16 +466,14 @@ class _Pending:
 
     def is_unanimous(self) -> bool:
         # The usual case, without a look at single numbers.
-        if not (self._row and self._ballots.is_cast_by_all(self._turn, self._row)):
-            return False
-        own = self._votes[self._ballots.rank]
-        assert own is not None
-        self._result = own[0], []
-        return True
+        return not self._with_own and self._ballots.is_cast_by_all(self._turn, self._row)
 
     def _wait(self) -> tuple[list[int], Rows]:
-        if self._result is not None or self.is_unanimous():
-            assert self._result is not None
+        if self._result is None and self.is_unanimous():
+            own = self._votes[self._ballots.rank] or self._ballots.own_vote(self._turn)
+            if own is not None:
+                self._result = own[0], []
+        if self._result is not None:
             return self._result
         with self._lock:
             if self._result is None:
@@ -612,6 +695,10 @@ class GroupBallots:
         )
         return True
 
+    def repeat(self, place: int) -> Cast | None:
+        """None: a reduction needs all numbers."""
+        return None
+
     def passed(self, iterations: int) -> None:
         """Do nothing: other ranks cannot see it."""
 
@@ -676,11 +763,12 @@ class Ballot:
         pending: Cast,
         newest: VersionId,
         about: dict[Level, Version],
+        is_plain: bool = False,
     ) -> None:
         """`newest`: the version of the vote's boundary; `about`: by level, the version that the
-        state in the vote is about."""
+        state in the vote is about; `is_plain`: this rank voted DONE about all of them."""
         self.pending, self.newest = pending, newest
-        self.about = about
+        self.about, self.is_plain = about, is_plain
         self._result: Vote | None = None
 
     def is_here(self) -> bool:

@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from .branches import merged_rollbacks
     from .branches import nearest_version, pending_request, rollback_of_setting, source_of
     from .decisions import MAX_QUIET_SECONDS, NEVER_SECONDS, NO_HALT, NO_METRIC, QUIET_SECONDS
-    from .decisions import VOTE_WIDTH, Decision, HaltRequest, HaltVote, LevelVote, Reason, Schedule
+    from .decisions import (
+        PLACES,
+        VOTE_WIDTH,
+        Decision,
+        HaltRequest,
+        HaltVote,
+        LevelVote,
+        Reason,
+        Schedule,
+    )
     from .decisions import StallTimeout, Vote, as_vote, most_quiet_seconds, of_vote
     from .levels import AGENT, AWAITED, BROKEN, DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER
     from .levels import PENDING, PERSISTENT, RANK, Cost, CostEstimate, Level, place_of

@@ -142,7 +142,8 @@ class Versions:
 
     def open(self, id_: VersionId, levels: Iterable[Level]) -> Version:
         """A version that all ranks, or all nodes, bring to these levels from now on."""
-        version = self.find(id_)
+        flying = self.flying
+        version = self.find(id_) if flying and flying[-1].id >= id_ else None
         if version is None:
             version = Version(id_)
             at = len(self.flying)

@@ -119,6 +119,9 @@ class _NoBallots:
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         raise NotImplementedError("a job of files does not vote")
 
+    def repeat(self, place: int) -> Cast | None:
+        raise NotImplementedError("a job of files does not vote")
+
     def even_out(self) -> None:
         """Do nothing: there are no votes."""
 

@@ -63,7 +63,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
     return {"shm_dir": str(shm_dir), "agent": "inline", "local_every_steps": 0}
 
 
-STEP = ["step_class", "before_step", "step_completed"]
+STEP = ["before_step", "step_completed"]
 BOUNDARY = ["boundary_begins", "vote", "resume_iteration", "newly_unreduced", "pack"]
 BOUNDARY = [*BOUNDARY, "boundary_passed"]
 LIVE = ["keeps_boundary", "resume_iteration", "newly_unreduced", "pack"]

@@ -9,6 +9,7 @@ import random
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,10 @@ from tierckpt.coordination import (
     SharedBallots,
     ballots_for,
 )
-from tierckpt.core import VOTE_WIDTH
+from tierckpt.core import PLACES, VOTE_WIDTH
 from tierckpt.format import VersionId
 from tierckpt.group import Node
+from tierckpt.snapshot import find_engine
 from tierckpt.testing import ThreadGroup, run_ranks
 
 T = TypeVar("T")
@@ -119,6 +121,53 @@ def test_the_minimum_of_every_boundary(size: int) -> None:
         for turn in range(turns)
     ]
     assert on_pages(size, program) == [expected] * size
+
+
+@pytest.mark.skipif(find_engine() is None, reason="the C library is not built")
+def test_a_repeated_vote_is_the_row_that_a_new_one_would_be() -> None:
+    """Also if an interrupt came after the row was written."""
+    width = VOTE_WIDTH + 3
+
+    def program(group: ThreadGroup) -> list[Any]:
+        box = on_page(group, width)
+        values = [*range(-2, width - 2)]
+        assert box.repeat(7) is None, "nothing was cast before"
+        box.all_reduce_min(values).wait()
+        found: list[Any] = []
+        for turn in range(2, 3 * limits.BALLOT_TURNS.value):
+            place = turn if turn % 3 else -turn - group.rank
+            pending = box.repeat(place)
+            assert pending is not None
+            group.barrier()
+            found.append((pending.is_unanimous(), pending.wait(), pending.missing()))
+            row = box._row.pack(turn, 0, *placed(values, place))
+            at = box._place(turn, group.rank)
+            assert box._page is not None
+            assert box._page[at : at + len(row) + 4] == row + zlib.crc32(row).to_bytes(4, "little")
+            box.turn -= 1
+            assert box.repeat(12345) is not None
+            assert box._page[at : at + len(row)] == row
+            group.barrier()
+        box.close()
+        with pytest.raises(RuntimeError, match="the job ended"):
+            pending.is_unanimous() or pending.missing()
+        assert box.repeat(1) is None
+        return found
+
+    def placed(values: list[int], place: int, other: int | None = None) -> list[int]:
+        other = place if other is None else other
+        changed = [*values]
+        changed[PLACES] = min(place, other), min(~place, ~other)
+        return changed
+
+    values = [*range(-2, width - 2)]
+    expected = [
+        (True, placed(values, turn), [])
+        if turn % 3
+        else (False, placed(values, -turn, -turn - 1), [])
+        for turn in range(2, 3 * limits.BALLOT_TURNS.value)
+    ]
+    assert run_ranks(2, program) == [expected] * 2
 
 
 def test_equal_rows_are_a_result_only_if_every_byte_is_there() -> None:
