@@ -37,18 +37,21 @@ from tierckpt.format.layout import (
 from tierckpt.format.shard_file import MODEL, encode_header
 from tierckpt.state import module_attributes, tree_codec
 from tierckpt.state.names import named_buffers
-from tierckpt.state.training_state import TrainingState, Walk
+from tierckpt.state.process_state import rng_memory
+from tierckpt.state.training_state import NOT_THERE, TrainingState, Walk
 from tierckpt.storage.slots import Slot
 
 from .copy_engine import Table
 from .tensor_memory import (
+    Guard,
+    Memory,
     TensorRecords,
     records_of,
     requires_grad,
     tags_of,
 )
 
-__all__ = ["PlanCheck", "addresses", "is_small", "same_objects"]
+__all__ = ["PlanCheck", "Watch", "addresses", "is_small", "same_objects"]
 
 
 FEW = 128
@@ -103,7 +106,7 @@ class PlanCheck:
             and self._dicts.stand()
             and state.group_sizes() == self._groups
             and same_objects(state.group_members(), self._members)
-            and (not whole or [*map(torch.Tensor.numel, self._tensors)] == self.lengths)
+            and not (whole and self.has_other_lengths())
             and (not self._has_odd or self._odd_holds(state))
         )
         if not for_all:
@@ -114,6 +117,10 @@ class PlanCheck:
             return False
         self.baseline = found
         return True
+
+    def has_other_lengths(self) -> bool:
+        """True if a tensor, of all, has another length now."""
+        return [*map(torch.Tensor.numel, self._tensors)] != self.lengths
 
     @property
     def touched(self) -> Iterable[int]:
@@ -126,6 +133,13 @@ class PlanCheck:
         """1 for each copied tensor that requires a gradient, else 0; as of the last call of
         `holds`. The same object while nothing has changed."""
         return self._copied.trained
+
+    def views(self) -> list[_ByMemory | _ByMethods]:
+        """Of all tensors that are looked into, the copied ones first. Raises ValueError if more is
+        looked at."""
+        if self._has_odd:
+            raise ValueError("odd state is walked")
+        return [self._copied, *([] if self._others is None else [self._others])]
 
     def _odd_holds(self, state: TrainingState) -> bool:
         """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
@@ -227,6 +241,10 @@ class _ByMemory:
             return None
         return self._records.counted()
 
+    def records(self) -> TensorRecords:
+        """What it compares."""
+        return self._records
+
     def _stand_by_methods(self) -> bool:
         """A second opinion: torch may keep more in that memory than what matters here."""
         if self._records.counters() is None or not _same_tensors(self._tensors, self._aliases):
@@ -253,6 +271,11 @@ class _ByMethods:
         self._uncounted = any(map(torch.Tensor.is_inference, tensors))
         self._chunks = [slice(low, low + CHUNK) for low in range(0, len(tensors), CHUNK)]
         self.trained = bytes(map(requires_grad, tensors))
+
+    def records(self) -> None:
+        """None without tensors; else raises ValueError."""
+        if self._tensors:
+            raise ValueError("tensors are looked into by their methods")
 
     def stand(self) -> bytes | None:
         """The version counters, if all tensors are as they were."""
@@ -339,6 +362,87 @@ def same_objects(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
+class Watch:
+    """All that `CopyPlan.fits` looks at, in one call of the C library: what a boundary costs is the
+    number of objects that it touches, as the training's own step came between.
+
+    Attributes of modules and options of groups may change at every step. Then only the objects in
+    these few dicts are looked at again.
+    """
+
+    def __init__(self, state: TrainingState, views: Sequence[_ByMemory | _ByMethods]) -> None:
+        """`views`: of the tensors, with the copied ones first. Everything must be as it was when
+        the plan was made. Raises ValueError where memory alone does not decide."""
+        objects = state.objects()
+        if objects is None:
+            raise ValueError("the state depends on more than these objects")
+        records = [view.records() for view in views]
+        self._counted, self._looks, self._found = records[0], state.looks, state.module_states
+        self.asks_none = objects.asks_none
+        """True if no module and no optimizer is queried for a version."""
+        fixed, followed = Memory(), Memory()
+        fixed.types(objects.typed)
+        fixed.tags(objects.tagged)
+        fixed.lengths(objects.empty)
+        for each in objects.lists:
+            fixed.members(each)
+        for names in objects.sets:
+            fixed.names(names)
+        self._roots = [*objects.modules, *objects.optimizers]
+        followed.tags([root.held for root in self._roots])
+        self._of_optimizers = range(len(objects.modules), len(self._roots))
+        numbers = {id(held): number for number, held in enumerate(state.options.attributes)}
+        self._options = [numbers.get(id(root.held)) for root in objects.modules]
+        self.knows_rng = self._follow_rng(followed)
+        """False if `rng_stands` must stay False."""
+        self.groups_stand = self.rng_stands = False
+        """True while options of groups, or the generators, have not changed since the user of the
+        plan set it to True."""
+        self._guard = Guard([each for each in records if each is not None], fixed, followed)
+
+    @staticmethod
+    def _follow_rng(followed: Memory) -> bool:
+        found = rng_memory()
+        if found is None:
+            return False
+        tagged, spans, objects = found
+        followed.tags(tagged)
+        for address, nbytes in spans:
+            followed.add(address, nbytes)
+        followed.kept += objects
+        return True
+
+    def stand(self, state: TrainingState) -> bytes | None:
+        """The version counters, if all is as it was; takes in changed options of modules."""
+        if state.looks != self._looks or state.module_states is not self._found:
+            return None
+        changed = self._guard.look()
+        if changed is None or (changed and not self._may_change(changed, state)):
+            return None
+        return b"" if self._counted is None else self._counted.counted()
+
+    def _may_change(self, changed: list[int], state: TrainingState) -> bool:
+        touched = []
+        for number in changed:
+            if number >= len(self._roots):
+                self.rng_stands = False
+                continue
+            held, parts = self._roots[number]
+            if any(held.get(key, NOT_THERE) is not part for key, part in parts):
+                return False
+            if number in self._of_optimizers:
+                self.groups_stand = False
+            elif (option := self._options[number]) is not None:
+                touched.append(option)
+        if touched:
+            state.options.look(touched)
+        return True
+
+
+MAX_PAUSE = 64
+"""Limit of boundaries without a `Watch`, after one did not fit."""
+
+
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
 
@@ -384,6 +488,10 @@ class CopyPlan:
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self.own = own
         """Name and tensor of parameters, and their optimizer state, that each rank has alone."""
+        self.watch: Watch | None = None
+        """Set if the last call of `fits` found all by it, or made it."""
+        self._pause = self._longest_pause = 1
+        """Boundaries until a `Watch` is made: more, each time that one did not fit."""
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
         everything = is_small(walk.tensors)
@@ -450,12 +558,28 @@ class CopyPlan:
         """True while all tensors are the same objects, and those that this rank copies are at the
         same addresses, with the same kinds, as when the plan was made. `whole`: also compare the
         lengths of those that it does not copy."""
+        if self.watch is not None:
+            counters = self.watch.stand(state)
+            if counters is not None and not (whole and self._check.has_other_lengths()):
+                self._check.baseline = counters
+                return True
+            self._pause = self._longest_pause = min(2 * self._longest_pause, MAX_PAUSE)
+        self.watch = None
         if not (self._check.holds(state, whole) and self._buffers_fit(state)):
             return False
         self.trained = self._trained_now()
         if touched := self._check.touched:
             state.options.look(touched)
+        self._pause -= 1
+        if self._pause <= 0:
+            self._make_watch(state)
         return True
+
+    def _make_watch(self, state: TrainingState) -> None:
+        try:
+            self.watch = Watch(state, [*self._check.views(), self.buffers.view])
+        except ValueError:
+            self._pause = MAX_PAUSE
 
     def _trained_now(self) -> bytes:
         if not self._own_params:
@@ -609,13 +733,13 @@ class _Buffers:
         self._look()
 
     def _look(self) -> None:
-        self._seen = _view_of(self._live)
+        self.view = _view_of(self._live)
         self._flat = [tree_codec.flat(t) for t in self._live]
         self._views = addresses(self._flat) == addresses(self._live)
 
     def stand(self) -> bool:
         """True while the known buffers have the same addresses and kinds."""
-        return not self._live or self._seen.stand() is not None
+        return not self._live or self.view.stand() is not None
 
     def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
         """Use these buffers instead, if they have the same kinds; else return False. Raises

@@ -33,7 +33,7 @@ from tierckpt.state.tree_codec import EncodedTree
 from tierckpt.storage.slot_pool import SlotPool
 
 from . import copy_engine
-from .copy_plan import CopyPlan, copy_parts
+from .copy_plan import CopyPlan, Watch, copy_parts
 from .engine import Engine, NativeEngine, SnapshotError, TorchEngine
 from .snapshot import ChooseSlot, Snapshot
 
@@ -127,6 +127,10 @@ class Staging:
         self._adapter = self._tree = _NOTHING
         """The last adapter's node and tree. No plain dict or list in them is used again, so the
         same object has the same contents."""
+        self._parts: tuple[Any, ...] = ()
+        """The parts of that tree, see `_repeats`."""
+        self._rng: list[bytes] = []
+        """States of the generators, see `Watch.rng_stands`."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -151,7 +155,7 @@ class Staging:
     def forget(self) -> None:
         """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
-        self._apart = False
+        self._apart, self._parts = False, ()
 
     def take(
         self,
@@ -210,7 +214,15 @@ class Staging:
         if self._failed is not None:
             raise self._failed
         plan, state = self._fitting_plan(whole), self._state
-        own, arena = self._own_now()
+        own, arena = self._own_now(plan.watch)
+        options, switches = (
+            state.options.packed(),
+            self._switches.packed(plan.device.type == "cuda"),
+        )
+        parts = plan.watch, own["rng"], adapter, options, switches
+        if self._repeats(plan.watch, parts):
+            plan.buffers.stage()
+            return plan, self._tree, arena
         state.look_again()
         modules = state.pack_module_states(arena)
         if modules:  # a hook may have changed buffers
@@ -219,14 +231,14 @@ class Staging:
         node = {
             **own,
             "odd": state.optimizer_tree.group_odd(plan.odd),
-            "groups": state.optimizer_tree.pack_groups(arena.keep),
+            "groups": self._groups(plan.watch, arena),
             "remainders": state.optimizer_tree.pack_remainders(arena),
             "shared": plan.shared,
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": self._adapter_node(adapter),
         }
-        node["switches"] = self._switches.packed(plan.device.type == "cuda")
-        if (options := state.options.packed()).node:
+        node["switches"] = switches
+        if options.node:
             node["options"] = options
         if state.routed.kept:
             node[FILES] = state.routed.pack(arena)
@@ -235,7 +247,26 @@ class Staging:
         objects = chain(state.extra.values(), state.extra_per_rank.values())
         if node["remainders"] or not all(isinstance(each, LEAVES_WEIGHTS) for each in objects):
             plan.read_counters()  # a state_dict() may swap weights and swap them back
+        self._parts = parts
         return plan, self._packed(node), arena
+
+    def _repeats(self, watch: Watch | None, parts: tuple[Any, ...]) -> bool:
+        """True if the tree is that of the last version: it has nothing but these parts, and options
+        of groups, which have not changed."""
+        state = self._state
+        return (
+            watch is not None
+            and watch.groups_stand
+            and watch.asks_none
+            and not (state.extra or state.extra_per_rank or state.routed.kept)
+            and all(map(is_, parts, self._parts))
+        )
+
+    def _groups(self, watch: Watch | None, arena: tree_codec.Arena) -> Any:
+        found = self._state.optimizer_tree.pack_groups(arena.keep)
+        if watch is not None:
+            watch.groups_stand = isinstance(found, tree_codec.Packed)  # else some may change inside
+        return found
 
     def _adapter_node(self, value: Any) -> tree_codec.Packed:
         if value is not self._adapter.node:
@@ -276,11 +307,11 @@ class Staging:
         """The votes said that a version was lost: the next boundaries look at all tensors."""
         self._whole_boundaries, self._apart = WHOLE_BOUNDARIES, False
 
-    def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
+    def _own_now(self, watch: Watch | None) -> tuple[dict[str, Any], tree_codec.Arena]:
         """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept
         ones stay until the next step, because the same state may be requested twice."""
         if self._streams is None:
-            return self._pack_own(self._state.extra_per_rank)
+            return self._pack_own(self._state.extra_per_rank, watch)
         kept, tensors = self._streams[0], self._streams[1].tensors
         own = {**kept, "extra_per_rank": {**kept["extra_per_rank"]}}
         arena = tree_codec.Arena()
@@ -288,14 +319,24 @@ class Staging:
         self._pack_loaders(own, arena)
         return own, arena
 
-    def _pack_own(self, objects: Mapping[str, Any]) -> tuple[dict[str, Any], tree_codec.Arena]:
-        streams, arena = pack_rng(self._state.cuda_device()), tree_codec.Arena()
-        arena.tensors = [streams["python"], streams["numpy"], streams["torch"], *streams["cuda"]]
-        packed = {
-            "rng": _places_of_streams(len(streams["cuda"])),
-            "extra_per_rank": self._state.pack_extra(objects, arena),
-        }
-        return packed, arena
+    def _pack_own(
+        self, objects: Mapping[str, Any], watch: Watch | None = None
+    ) -> tuple[dict[str, Any], tree_codec.Arena]:
+        arena = tree_codec.Arena()
+        arena.tensors = [*self._rng_now(watch)]
+        places = _places_of_streams(len(arena.tensors))
+        extra = self._state.pack_extra(objects, arena) if objects else {}
+        return {"rng": places, "extra_per_rank": extra}, arena
+
+    def _rng_now(self, watch: Watch | None) -> list[bytes]:
+        """States of the generators; without reading them if they are known to be the last ones."""
+        if watch is not None and watch.rng_stands:
+            return self._rng
+        found = pack_rng(self._state.cuda_device())
+        streams = [found["python"], found["numpy"], found["torch"], *found["cuda"]]
+        if watch is not None:
+            self._rng, watch.rng_stands = streams, watch.knows_rng and not found["cuda"]
+        return streams
 
     def _pack_loaders(self, own: dict[str, Any], arena: tree_codec.Arena) -> None:
         """Pack the loaders of a loop without `step()`: the batches drawn since the step count, and
@@ -316,7 +357,7 @@ _NOTHING = tree_codec.Packed({})
 
 
 @functools.cache
-def _places_of_streams(devices: int) -> tree_codec.Packed:
+def _places_of_streams(count: int) -> tree_codec.Packed:
     """The node of the generators' states, which are the first tensors of a tree."""
-    python, numpy, cpu, *cuda = ({tree_codec.TAG: "raw", "v": n} for n in range(3 + devices))
+    python, numpy, cpu, *cuda = ({tree_codec.TAG: "raw", "v": n} for n in range(count))
     return tree_codec.Packed({"python": python, "numpy": numpy, "torch": cpu, "cuda": cuda})

@@ -1,4 +1,4 @@
-/* Tensor memory: compares what torch keeps about tensors, and Python about dicts, with a record.
+/* Tensor memory: compares what torch keeps about tensors, and Python about its objects, with a record.
 
    `tensor_memory.py` calls it through ctypes. It has no Python and no torch in it: the offsets of all
    fields come from the caller, found by experiments. All addresses are in the record, so nothing is
@@ -11,7 +11,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 /* Tensors with memory asked for ahead: some 100 ns of work, which a miss of the caches takes. */
 #define AHEAD 16
@@ -37,6 +37,33 @@ typedef struct {
     uint64_t meta_in_tensor;   /* 0 there: no gradient is required */
     uint64_t flag_in_meta, flag_bit;
 } offsets;
+
+/* Some memory, and the bytes that were there; both are addresses. */
+typedef struct {
+    uint64_t address, nbytes, known;
+} span;
+
+/* Tensors, with the arguments of `tierckpt_first_changed`. */
+typedef struct {
+    const record *records;
+    uint64_t count;
+    const uint8_t *kinds;
+    uint32_t *counters;
+} table;
+
+/* All that a boundary compares. */
+typedef struct {
+    const offsets *at;
+    const table *tables;
+    uint64_t table_count;
+    const span *fixed; /* an address in the bytes of a span is used only by spans after it */
+    uint64_t fixed_count;
+    const span *followed;
+    uint64_t followed_count;
+    uint64_t *changed; /* room for the numbers of all followed spans */
+} guard;
+
+#define CHANGED UINT64_MAX
 
 static uint64_t word(uint64_t address) {
     uint64_t found;
@@ -118,4 +145,41 @@ PUBLIC void tierckpt_words(const uint64_t *addresses, uint64_t count, uint64_t w
             fetch(addresses[i + 2 * AHEAD]);
         memcpy(found + i * words, (const void *)(uintptr_t)addresses[i], words * sizeof *found);
     }
+}
+
+static int same(const span *s) {
+    const void *now = (const void *)(uintptr_t)s->address, *known = (const void *)(uintptr_t)s->known;
+    return s->nbytes == sizeof(uint64_t) ? word(s->address) == word(s->known)
+                                         : memcmp(now, known, s->nbytes) == 0;
+}
+
+/* Note the bytes of these spans, in order. The memory must be that of live objects. */
+PUBLIC void tierckpt_note(const span *spans, uint64_t count) {
+    for (const span *s = spans; s < spans + count; s++)
+        memcpy((void *)(uintptr_t)s->known, (const void *)(uintptr_t)s->address, s->nbytes);
+}
+
+/* CHANGED if a fixed span or a tensor is not as it was. Else the number of followed spans that have
+   changed, with their numbers in `changed`, and their new bytes noted. Reads all counters. As
+   `tierckpt_first_changed`, it expects that nothing changes meanwhile, except followed spans. */
+PUBLIC uint64_t tierckpt_look(const guard *g) {
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < g->fixed_count; i++) {
+        if (i + AHEAD < g->fixed_count)
+            fetch(g->fixed[i + AHEAD].address);
+        if (!same(&g->fixed[i]))
+            return CHANGED;
+    }
+    for (const table *t = g->tables; t < g->tables + g->table_count; t++)
+        if (tierckpt_first_changed(g->at, t->records, t->count, t->kinds, t->counters) != t->count)
+            return CHANGED;
+    for (uint64_t i = 0; i < g->followed_count; i++) {
+        if (i + AHEAD < g->followed_count)
+            fetch(g->followed[i + AHEAD].address);
+        if (!same(&g->followed[i])) {
+            tierckpt_note(&g->followed[i], 1);
+            g->changed[found++] = i;
+        }
+    }
+    return found;
 }

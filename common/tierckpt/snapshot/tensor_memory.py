@@ -1,4 +1,4 @@
-"""Tensor memory: whether many tensors, and the dicts that hold them, are as they were.
+"""Tensor memory: whether many tensors, and the objects that hold them, are as they were.
 
 torch's and Python's own methods take a call for each tensor and property, with several misses of
 the caches: 60 ms for 80,000 tensors. Here a small C library compares the memory of torch's and
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import torch
 
 from . import copy_engine
 
-INTERFACE = 2
+INTERFACE = 3
 """Number in the C file."""
 
 _MAX_DIMENSIONS = 5
@@ -74,6 +75,9 @@ class Library:
         self.first_moved = free.tierckpt_first_moved
         self.first_moved.argtypes = [pointer, pointer, number, pointer]
         self.first_changed.restype = self.first_moved.restype = number
+        self.look, self.note = held.tierckpt_look, held.tierckpt_note
+        self.look.argtypes, self.look.restype = [pointer], number
+        self.note.argtypes, self.note.restype = [pointer, number], None
         self._words = held.tierckpt_words
         self._words.argtypes, self._words.restype = [pointer, number, number, pointer], None
 
@@ -117,20 +121,23 @@ class TensorRecords:
         self._records = np.stack(columns, axis=1)
         self._counters = np.zeros(len(tensors), np.uint32)
 
-    def look(self) -> int | None:
-        """The number of the first changed tensor; None without one. Training thread: holds the
-        interpreter, so no tensor changes meanwhile."""
-        found = self._library.first_changed(
-            self._at.ctypes.data,
+    def table(self) -> tuple[int, ...]:
+        """The C structure of this name."""
+        return (
             self._records.ctypes.data,
             len(self._records),
             self._kinds.ctypes.data,
             self._counters.ctypes.data,
         )
+
+    def look(self) -> int | None:
+        """The number of the first changed tensor; None without one. Training thread: holds the
+        interpreter, so no tensor changes meanwhile."""
+        found = self._library.first_changed(self._at.ctypes.data, *self.table())
         return None if found == len(self._records) else int(found)
 
     def counted(self) -> bytes:
-        """The version counters that the last successful `look` read."""
+        """The version counters that the last successful `look` read, here or of a `Guard`."""
         return self._counters.tobytes()
 
     def counters(self) -> bytes | None:
@@ -500,7 +507,127 @@ CHANGES: Iterable[Callable[[dict[Any, Any]], object]] = (
 """All ways to change a dict with one list at the key 0."""
 
 
+# --- objects -------------------------------------------------------------------------------------
+
+_HEAD = object.__basicsize__
+"""Of each object; its last word is the type. Then comes the length, in dicts and lists."""
+
+
+class Memory:
+    """Memory of Python's objects, in the order in which it may be read. Keeps the objects.
+
+    Its methods raise ValueError for objects with other memory than expected.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self._parts: list[tuple[np.ndarray, int]] = []
+        """Addresses, and the bytes at each."""
+        self.count = 0
+
+    def add(self, addresses: Any, nbytes: int) -> None:
+        """So many bytes at each of these addresses, of objects that stay alive."""
+        found = np.array(addresses, np.uint64).reshape(-1)
+        self._parts.append((found, nbytes))
+        self.count += len(found)
+
+    def types(self, objects: Sequence[object]) -> None:
+        """The objects' types."""
+        self._words(objects, _HEAD - 8, list(map(id, map(type, objects))))
+
+    def lengths(self, held: Sequence[dict[Any, Any]]) -> None:
+        """The lengths of dicts; those of subclasses, too."""
+        if not all(isinstance(each, dict) for each in held):
+            raise ValueError("not a dict")
+        self._words(held, _HEAD, list(map(len, held)))
+
+    def tags(self, held: Sequence[dict[Any, Any]]) -> None:
+        """The contents of dicts, see `Tags`."""
+        at = find_tag()
+        if at is None or not all(type(each) in _TAGGED for each in held):
+            raise ValueError("a dict has no tag")
+        self._words(held, at, None)
+
+    def members(self, held: list[Any]) -> None:
+        """The members of a list."""
+        if type(held) is not list:
+            raise ValueError("not a list")
+        self._words([held], _HEAD, [len(held)])
+        at = id(held) + _HEAD + 8
+        self.add(at, 8)
+        if held:
+            items = ctypes.c_uint64.from_address(at).value
+            if [*(ctypes.c_uint64 * len(held)).from_address(items)] != list(map(id, held)):
+                raise ValueError("a list has other memory")
+            self.add(items, 8 * len(held))
+            self.kept += held
+
+    def names(self, held: set[str]) -> None:
+        """The members of a small set, which are in the object itself."""
+        if type(held) is not set or set.__sizeof__(held) != set.__basicsize__:
+            raise ValueError("a set has other memory")
+        self.kept += [held, *held]
+        self.add(id(held) + _HEAD, set.__basicsize__ - _HEAD)
+
+    def _words(self, objects: Sequence[object], at: int, known: list[int] | None) -> None:
+        places = addresses_of(objects) + np.uint64(at)
+        found = library()
+        if found is None or (known is not None and found.words(places).tolist() != known):
+            raise ValueError("objects have other memory")
+        self.kept += objects
+        self.add(places, 8)
+
+    def spans(self, library: Library) -> tuple[np.ndarray, np.ndarray]:
+        """The C structures of this name, and the bytes there now, to which these refer."""
+        sizes = np.repeat([n for _, n in self._parts], [len(a) for a, _ in self._parts])
+        words = (sizes.astype(np.uint64) + np.uint64(7)) // np.uint64(8)
+        ends = np.cumsum(words, dtype=np.uint64)
+        known = np.zeros(int(words.sum()), np.uint64)
+        starts = np.uint64(known.ctypes.data) + np.uint64(8) * (ends - words)
+        places = np.concatenate([a for a, _ in self._parts] or [ends])
+        found = np.stack([places, sizes.astype(np.uint64), starts], axis=1)
+        library.note(found.ctypes.data, len(found))
+        return found, known
+
+
+_TAGGED = (dict, defaultdict)
+"""Their contents and their order change only with the tag."""
+
+
+class Guard:
+    """Tensors, and memory of other objects, that are all compared in one call."""
+
+    def __init__(self, records: Sequence[TensorRecords], fixed: Memory, followed: Memory) -> None:
+        """As all is now. Raises ValueError without the library."""
+        found = find()
+        if found is None:
+            raise ValueError("this torch has other objects")
+        library, at = found
+        offsets = np.array(at, np.uint64)
+        tables = np.array([each.table() for each in records], np.uint64)
+        changed = np.zeros(max(followed.count, 1), np.uint64)
+        spans = fixed.spans(library), followed.spans(library)
+        places = [each.ctypes.data for each in (offsets, tables, spans[0][0], spans[1][0], changed)]
+        counts = [len(records), fixed.count, followed.count]
+        words = [places[0], places[1], counts[0], places[2], counts[1], places[3], counts[2]]
+        self._guard = np.array([*words, places[4]], np.uint64)
+        self._kept = records, fixed, followed, offsets, tables, spans
+        self._changed, self._look, self._at = changed, library.look, self._guard.ctypes.data
+
+    def look(self) -> list[int] | None:
+        """Numbers of the followed parts that changed since the last call; None if a tensor or
+        another part is not as it was. Training thread; as `TensorRecords.look`."""
+        count = self._look(self._at)
+        if not count:
+            return _NONE
+        return None if count > len(self._changed) else self._changed[:count].tolist()
+
+
+_NONE: list[int] = []
+
 __all__ = [
+    "Guard",
+    "Memory",
     "TensorRecords",
     "find",
     "find_tag",

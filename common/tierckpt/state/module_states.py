@@ -552,6 +552,14 @@ class ModuleStates:
     def __bool__(self) -> bool:
         return bool(self._savers or self._loaders)
 
+    def looked_at(self) -> tuple[list[torch.nn.Module], list[dict[Any, Any]]]:
+        """All modules, and dicts of their hooks that are empty while they `stand`."""
+        return self._modules, self._without_hooks
+
+    def asks(self) -> bool:
+        """True if a version queries a module."""
+        return bool(self._savers)
+
     def stand(self) -> bool:
         """False when a module's way of saving has changed since this was made, as far as a boundary
         can notice: a hook was registered, a method replaced, a class changed."""

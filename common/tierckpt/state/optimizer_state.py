@@ -37,6 +37,7 @@ from .optimizers import class_name
 
 __all__ = [
     "GROUP_KEYS_NOT_STORED",
+    "STATE_DICT_HOOKS",
     "Member",
     "OptimizerTree",
     "Stored",
@@ -62,14 +63,16 @@ BARE = "~all"
 """The only key of the remainder if `state_dict()` returns no dict."""
 
 
+STATE_DICT_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks")
+
+
 def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """True if `state_dict()` may return more than torch's: it is overridden, or has hooks."""
     held = vars(optimizer)
     return (
         type(optimizer).state_dict is not _TORCHS
         or "state_dict" in held
-        or bool(held.get("_optimizer_state_dict_post_hooks"))
-        or bool(held.get("_optimizer_state_dict_pre_hooks"))
+        or any(held.get(hooks) for hooks in STATE_DICT_HOOKS)
     )
 
 
@@ -537,6 +540,11 @@ class OptimizerTree:
             else:
                 self._nothing_left.setdefault(label, 0)
         return found
+
+    def has_no_more(self) -> bool:
+        """True if no optimizer can have a remainder, until its attributes or its class change."""
+        marked = self.with_others or self._unstored
+        return not marked and not any(map(has_its_own, self._optimizers.values()))
 
     def _may_have_more(self, label: str, optimizer: torch.optim.Optimizer) -> bool:
         if not has_its_own(optimizer):

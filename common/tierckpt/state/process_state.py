@@ -44,6 +44,7 @@ __all__ = [
     "pack_rng",
     "python_state",
     "read_switches",
+    "rng_memory",
     "seed_of",
     "take_up",
 ]
@@ -164,6 +165,74 @@ def pack_rng(device: torch.device | None = None) -> dict[str, Any]:
         cuda = [_bytes_of(torch.cuda.get_rng_state(i)) for i in _devices(device)]
     cpu = _bytes_of(torch.default_generator.get_state())
     return {"python": python_state(), "numpy": numpy_state(), "torch": cpu, "cuda": cuda}
+
+
+def rng_memory() -> tuple[list[dict[str, Any]], list[tuple[int, int]], list[Any]] | None:
+    """What decides the result of `pack_rng`: dicts, and (address, bytes) of other memory; last, the
+    objects that must stay alive. None if it is not known, or CUDA is in use."""
+    python: Any = getattr(random.getstate, "__self__", None)
+    numpy: Any = getattr(np.random.get_state, "__self__", None)
+    cpu = torch.default_generator
+    block = _memory_of_torch() and _block(cpu)
+    at, known = _place_in_python(), _place_in_numpy() is not None
+    its_types = type(python), type(numpy), type(cpu)
+    plain = its_types == (random.Random, np.random.RandomState, torch.Generator)
+    if torch.cuda.is_initialized() or at is None or not known or not block or not plain:
+        return None
+    bits = numpy._bit_generator
+    if type(bits) is not np.random.MT19937:
+        return None
+    head = object.__basicsize__ - 8  # the last word of an object's head is its type
+    spans = [
+        (id(python) + head, 8),
+        (id(python) + at, _WORDS_BYTES),
+        (id(numpy) + head, type(numpy).__basicsize__ - head),
+        (bits.ctypes.state_address, _WORDS_BYTES),
+        (id(cpu) + head, object.__basicsize__ + 8 - head),
+        block,
+    ]
+    held = [vars(random), vars(np), vars(np.random), vars(torch), vars(torch.cuda), vars(python)]
+    return held, spans, [python, numpy, bits, cpu]
+
+
+def _block(generator: torch.Generator) -> tuple[int, int]:
+    """Address and bytes of torch's own object, to which Python's refers."""
+    address = ctypes.c_uint64.from_address(id(generator) + object.__basicsize__).value
+    size = ctypes.CDLL(None).malloc_usable_size
+    size.argtypes, size.restype = [ctypes.c_void_p], ctypes.c_size_t
+    return address, size(address)
+
+
+@functools.cache
+def _memory_of_torch() -> bool:
+    """True if each change of a `torch.Generator` of the CPU changes that object, and nothing else
+    does."""
+    if sys.implementation.name != "cpython" or torch.Generator.__basicsize__ < 24:
+        return False
+    one = torch.Generator()
+    other = one.get_state()
+    one.manual_seed(1)
+    changes: list[Callable[[], Any]] = [
+        lambda: torch.rand(1, generator=one),
+        lambda: torch.rand(700, generator=one),
+        lambda: torch.randn(1, generator=one),
+        lambda: torch.randn(1, generator=one),
+        lambda: torch.randn(1, dtype=torch.float64, generator=one),
+        lambda: torch.randperm(5, generator=one),
+        lambda: one.manual_seed(7),
+        lambda: one.set_state(other),
+        lambda: one.seed(),
+    ]
+    place = _block(one)
+    for change in changes:
+        before, state = ctypes.string_at(*place), _bytes_of(one.get_state())
+        if ctypes.string_at(*place) != before:
+            return False
+        change()
+        told = _bytes_of(one.get_state()) != state
+        if _block(one) != place or not told or ctypes.string_at(*place) == before:
+            return False
+    return True
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:

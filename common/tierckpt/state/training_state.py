@@ -24,6 +24,7 @@ Not thread-safe: for the training thread only.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from operator import is_, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from msgspec import Struct
 from tierckpt.errors import ConfigError, UnsupportedStateError
 from tierckpt.format.layout import PER_RANK, REPLICATED, Placement
 from tierckpt.state.module_states import MODULE_STATES, ModuleStates
-from tierckpt.state.optimizer_state import GROUP_KEYS_NOT_STORED, OptimizerTree
+from tierckpt.state.optimizer_state import GROUP_KEYS_NOT_STORED, STATE_DICT_HOOKS, OptimizerTree
 from tierckpt.state.optimizers import class_name, expand
 from tierckpt.storage.routed import SourceFile
 
@@ -57,7 +58,7 @@ from .optimizers import (
     stands_for_some,
 )
 
-__all__ = ["FILES", "FileWindows", "KeptFile", "Placements", "RoutedState"]
+__all__ = ["FILES", "NOT_THERE", "FileWindows", "KeptFile", "Placements", "Root", "RoutedState"]
 
 
 class Placements:
@@ -258,6 +259,65 @@ class Walk(Struct):
         of_param = [(p, p) for p in self.params] + [(t, p) for t, p, _, _ in self.state]
         own = sum(t.nbytes for t, p in of_param if self.placement(p) is PER_RANK)
         return sum(t.nbytes for t, _ in of_param) - own, own
+
+
+class Root(NamedTuple):
+    """A dict that refers to parts of the state, besides much else."""
+
+    held: dict[str, Any]
+    parts: list[tuple[str, Any]]
+    """Keys, and the objects there; `NOT_THERE` for a key that the dict lacks."""
+
+
+NOT_THERE = object()
+
+
+class Structure(NamedTuple):
+    """The objects that decide which tensors the state has, and whom a version queries."""
+
+    typed: list[object]
+    """Objects whose classes matter."""
+    tagged: list[dict[Any, Any]]
+    """Dicts whose contents matter."""
+    empty: list[dict[Any, Any]]
+    """Dicts that matter once they have contents."""
+    lists: list[list[Any]]
+    sets: list[set[str]]
+    modules: list[Root]
+    optimizers: list[Root]
+    """Those of optimizers, then those of their groups."""
+    asks_none: bool
+    """True if no module and no optimizer has more than its tensors and its groups."""
+
+
+def _root(held: dict[str, Any], keys: Iterable[str]) -> Root:
+    return Root(held, [(key, held.get(key, NOT_THERE)) for key in keys])
+
+
+def _root_of_module(module: torch.nn.Module) -> Root:
+    held, keys = vars(module), ["_parameters", "_modules", "_buffers"]
+    keys += ["_non_persistent_buffers_set"] if module._buffers else []
+    keys += ["state_dict"] if "state_dict" not in held else []
+    return _root(held, keys)
+
+
+_OF_OPTIMIZER = ("state", "param_groups", "state_dict", *STATE_DICT_HOOKS)
+
+
+def _is_plain(optimizer: Any) -> bool:
+    """True if state and groups are attributes of the object itself."""
+    own, kind = vars(optimizer), type(optimizer)
+    return (
+        isinstance(optimizer, torch.optim.Optimizer)
+        and {"state", "param_groups"} <= own.keys()
+        and not hasattr(kind, "state")
+        and not hasattr(kind, "param_groups")
+    )
+
+
+def _names_of(kind: type) -> Any:
+    """The dict of a class, of which Python shows only a view."""
+    return gc.get_referents(vars(kind))[0]
 
 
 class TrainingState:
@@ -463,6 +523,37 @@ class TrainingState:
             else:
                 found += optimizer.state.values()
         return found
+
+    def objects(self) -> Structure | None:
+        """What decides `containers`, groups, `buffer_slots`, and whom a version queries; None if
+        these depend on more."""
+        modules, without_hooks = self.module_states.looked_at()
+        optimizers = [*self.optimizers.values()]
+        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        if not (same and self.module_states.stand() and all(map(_is_plain, optimizers))):
+            return None
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        classes = [kind for optimizer in optimizers for kind in type(optimizer).__mro__]
+        hooks = [vars(each).get(key) for each in optimizers for key in STATE_DICT_HOOKS]
+        return Structure(
+            typed=[*modules, *optimizers],
+            tagged=[
+                *self.containers(),
+                *map(_own_buffers, self._attributes),
+                self.optimizers,
+                *(optimizer.state for optimizer in optimizers),
+                *map(_names_of, classes),
+            ],
+            empty=[*without_hooks, *(each for each in hooks if each is not None and not each)],
+            lists=[o.param_groups for o in optimizers] + [group["params"] for group in groups],
+            sets=[m._non_persistent_buffers_set for m in modules if m._buffers],
+            modules=[*map(_root_of_module, modules)],
+            optimizers=[
+                *(_root(vars(each), _OF_OPTIMIZER) for each in optimizers),
+                *(_root(group, ("params",)) for group in groups),
+            ],
+            asks_none=not self.module_states.asks() and self.optimizer_tree.has_no_more(),
+        )
 
     def module_containers(self) -> list[dict[Any, Any]]:
         """The modules' part of `containers`, which comes first in it."""
