@@ -38,7 +38,7 @@ from tierckpt.format.shard_file import MODEL, encode_header
 from tierckpt.state import module_attributes, tree_codec
 from tierckpt.state.names import named_buffers
 from tierckpt.state.process_state import rng_memory
-from tierckpt.state.training_state import NOT_THERE, TrainingState, Walk
+from tierckpt.state.training_state import NOT_THERE, Root, TrainingState, Walk, root_of
 from tierckpt.storage.slots import Slot
 
 from .copy_engine import Table
@@ -388,29 +388,30 @@ class Watch:
             fixed.members(each)
         for names in objects.sets:
             fixed.names(names)
-        self._roots = [*objects.modules, *objects.optimizers]
-        followed.tags([root.held for root in self._roots])
-        self._of_optimizers = range(len(objects.modules), len(self._roots))
-        numbers = {id(held): number for number, held in enumerate(state.options.attributes)}
-        self._options = [numbers.get(id(root.held)) for root in objects.modules]
-        self.knows_rng = self._follow_rng(followed)
-        """False if `rng_stands` must stay False."""
-        self.groups_stand = self.rng_stands = False
-        """True while options of groups, or the generators, have not changed since the user of the
-        plan set it to True."""
+        options = {id(held): number for number, held in enumerate(state.options.attributes)}
+        self._of: list[tuple[Root, Any]] = [
+            *((root, options.get(id(root.held))) for root in objects.modules),
+            *((root, None) for root in objects.optimizers),
+            *((root, GROUP) for root in objects.groups),
+        ]
+        """Of each followed part, the dict to look at. Then, for a module, its number in `Options`;
+        for a group, `GROUP`; for the state of a generator, its kind."""
+        memory = rng_memory()
+        for kind, its in memory.items():
+            self._of += [(root_of(held, (name,)), None) for held, name in its.names]
+            self._of += [(root_of(held, ()), kind) for held in its.tagged]
+            fixed.blocks(its.fixed, its.kept)
+        followed.tags([root.held for root, _ in self._of])
+        for kind, its in memory.items():
+            followed.blocks(its.spans, its.kept)
+            self._of += [(root_of({}, ()), kind) for _ in its.spans]
+        self.known_rng = frozenset(memory)
+        """Kinds of generators that may be in `rng_stands`."""
+        self.rng_stands: set[str] = set()
+        """Kinds of generators that have not changed since the user of the plan added them here."""
+        self.groups_stand = False
+        """True while the options of all groups have not changed since the user set it to True."""
         self._guard = Guard([each for each in records if each is not None], fixed, followed)
-
-    @staticmethod
-    def _follow_rng(followed: Memory) -> bool:
-        found = rng_memory()
-        if found is None:
-            return False
-        tagged, spans, objects = found
-        followed.tags(tagged)
-        for address, nbytes in spans:
-            followed.add(address, nbytes)
-        followed.kept += objects
-        return True
 
     def stand(self, state: TrainingState) -> bytes | None:
         """The version counters, if all is as it was; takes in changed options of modules."""
@@ -424,21 +425,22 @@ class Watch:
     def _may_change(self, changed: list[int], state: TrainingState) -> bool:
         touched = []
         for number in changed:
-            if number >= len(self._roots):
-                self.rng_stands = False
-                continue
-            held, parts = self._roots[number]
-            if any(held.get(key, NOT_THERE) is not part for key, part in parts):
-                return False
-            if number in self._of_optimizers:
+            (held, parts), of = self._of[number]
+            for key, part in parts:
+                if held.get(key, NOT_THERE) is not part:
+                    return False
+            if of is GROUP:
                 self.groups_stand = False
-            elif (option := self._options[number]) is not None:
-                touched.append(option)
+            elif type(of) is str:
+                self.rng_stands.discard(of)
+            elif of is not None:
+                touched.append(of)
         if touched:
             state.options.look(touched)
         return True
 
 
+GROUP = object()
 MAX_PAUSE = 64
 """Limit of boundaries without a `Watch`, after one did not fit."""
 
@@ -521,6 +523,11 @@ class CopyPlan:
         self._table: Table | None = None
         self._storages: set[int] | None = None
         """See `reads`."""
+
+    @functools.cached_property
+    def on_gpu(self) -> bool:
+        """True if tensors are on a CUDA device."""
+        return self.device.type == "cuda"
 
     @functools.cached_property
     def blocks_of(self) -> dict[int, list[int]]:

@@ -27,7 +27,7 @@ from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.group import Group
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import DataPlace, Generator, LoaderPlace, PlainValues
-from tierckpt.state.process_state import Switches, pack_rng
+from tierckpt.state.process_state import RNG_KINDS, Switches, pack_rng
 from tierckpt.state.training_state import FILES, TrainingState
 from tierckpt.state.tree_codec import EncodedTree
 from tierckpt.storage.slot_pool import SlotPool
@@ -129,8 +129,12 @@ class Staging:
         same object has the same contents."""
         self._parts: tuple[Any, ...] = ()
         """The parts of that tree, see `_repeats`."""
-        self._rng: list[bytes] = []
+        self._rng: dict[str, Any] = {}
         """States of the generators, see `Watch.rng_stands`."""
+        self._groups: Any = {}
+        """The last node of the groups' options, see `Watch.groups_stand`."""
+        self._judged: tuple[Watch | None, bool] = None, False
+        """See `_harmless`."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -155,7 +159,7 @@ class Staging:
     def forget(self) -> None:
         """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
-        self._apart, self._parts = False, ()
+        self._apart, self._parts, self._judged = False, (), (None, False)
 
     def take(
         self,
@@ -185,7 +189,7 @@ class Staging:
 
     def _engine(self, plan: CopyPlan) -> Engine:
         """The engine for a version that is taken now."""
-        if plan.device.type == "cuda":
+        if plan.on_gpu:
             from . import cuda
 
             if self.lane is None:
@@ -215,24 +219,25 @@ class Staging:
             raise self._failed
         plan, state = self._fitting_plan(whole), self._state
         own, arena = self._own_now(plan.watch)
-        options, switches = (
-            state.options.packed(),
-            self._switches.packed(plan.device.type == "cuda"),
-        )
+        options, switches = state.options.packed(), self._switches.packed(plan.on_gpu)
         parts = plan.watch, own["rng"], adapter, options, switches
         if self._repeats(plan.watch, parts):
             plan.buffers.stage()
             return plan, self._tree, arena
-        state.look_again()
-        modules = state.pack_module_states(arena)
+        self._parts = ()
+        watch, modules = plan.watch, dict[str, Any]()
+        quiet = watch is not None and watch.asks_none and self._harmless(watch)
+        if not quiet:
+            state.look_again()
+            modules = state.pack_module_states(arena)
         if modules:  # a hook may have changed buffers
             plan = self._fitting_plan(whole)
         plan.buffers.stage()
         node = {
             **own,
-            "odd": state.optimizer_tree.group_odd(plan.odd),
-            "groups": self._groups(plan.watch, arena),
-            "remainders": state.optimizer_tree.pack_remainders(arena),
+            "odd": state.optimizer_tree.group_odd(plan.odd) if plan.odd else {},
+            "groups": self._groups_now(watch if quiet else None, arena),
+            "remainders": {} if quiet else state.optimizer_tree.pack_remainders(arena),
             "shared": plan.shared,
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": self._adapter_node(adapter),
@@ -244,11 +249,11 @@ class Staging:
             node[FILES] = state.routed.pack(arena)
         if plan.first_kinds:
             node["began"] = plan.first_kinds
-        objects = chain(state.extra.values(), state.extra_per_rank.values())
-        if node["remainders"] or not all(isinstance(each, LEAVES_WEIGHTS) for each in objects):
+        if not quiet and (node["remainders"] or not self._leave_weights()):
             plan.read_counters()  # a state_dict() may swap weights and swap them back
+        tree = self._packed(node)
         self._parts = parts
-        return plan, self._packed(node), arena
+        return plan, tree, arena
 
     def _repeats(self, watch: Watch | None, parts: tuple[Any, ...]) -> bool:
         """True if the tree is that of the last version: it has nothing but these parts, and options
@@ -262,11 +267,23 @@ class Staging:
             and all(map(is_, parts, self._parts))
         )
 
-    def _groups(self, watch: Watch | None, arena: tree_codec.Arena) -> Any:
-        found = self._state.optimizer_tree.pack_groups(arena.keep)
-        if watch is not None:
-            watch.groups_stand = isinstance(found, tree_codec.Packed)  # else some may change inside
-        return found
+    def _leave_weights(self) -> bool:
+        objects = chain(self._state.extra.values(), self._state.extra_per_rank.values())
+        return all(isinstance(each, LEAVES_WEIGHTS) for each in objects)
+
+    def _harmless(self, watch: Watch) -> bool:
+        """As `_leave_weights`: the watch sees other objects."""
+        if watch is not self._judged[0]:
+            self._judged = watch, self._leave_weights()
+        return self._judged[1]
+
+    def _groups_now(self, watch: Watch | None, arena: tree_codec.Arena) -> Any:
+        """The node of the groups' options: the last one if they have not changed."""
+        if watch is None or not watch.groups_stand:
+            self._groups = self._state.optimizer_tree.pack_groups(arena.keep)
+            if watch is not None:  # else a value may change inside
+                watch.groups_stand = isinstance(self._groups, tree_codec.Packed)
+        return self._groups
 
     def _adapter_node(self, value: Any) -> tree_codec.Packed:
         if value is not self._adapter.node:
@@ -314,29 +331,28 @@ class Staging:
             return self._pack_own(self._state.extra_per_rank, watch)
         kept, tensors = self._streams[0], self._streams[1].tensors
         own = {**kept, "extra_per_rank": {**kept["extra_per_rank"]}}
-        arena = tree_codec.Arena()
-        arena.tensors = [*tensors]
+        arena = tree_codec.Arena(*tensors)
         self._pack_loaders(own, arena)
         return own, arena
 
     def _pack_own(
         self, objects: Mapping[str, Any], watch: Watch | None = None
     ) -> tuple[dict[str, Any], tree_codec.Arena]:
-        arena = tree_codec.Arena()
-        arena.tensors = [*self._rng_now(watch)]
+        rng = self._rng_now(watch)
+        arena = tree_codec.Arena(rng["python"], rng["numpy"], rng["torch"], *rng["cuda"])
         places = _places_of_streams(len(arena.tensors))
         extra = self._state.pack_extra(objects, arena) if objects else {}
         return {"rng": places, "extra_per_rank": extra}, arena
 
-    def _rng_now(self, watch: Watch | None) -> list[bytes]:
-        """States of the generators; without reading them if they are known to be the last ones."""
-        if watch is not None and watch.rng_stands:
-            return self._rng
-        found = pack_rng(self._state.cuda_device())
-        streams = [found["python"], found["numpy"], found["torch"], *found["cuda"]]
-        if watch is not None:
-            self._rng, watch.rng_stands = streams, watch.knows_rng and not found["cuda"]
-        return streams
+    def _rng_now(self, watch: Watch | None) -> dict[str, Any]:
+        """States of the generators; those that are known to be the last ones are not read."""
+        if watch is None:
+            return pack_rng(self._state.cuda_device())
+        if len(watch.rng_stands) < len(RNG_KINDS):
+            known = {kind: self._rng[kind] for kind in watch.rng_stands}
+            device = None if "cuda" in known else self._state.cuda_device()
+            self._rng, watch.rng_stands = pack_rng(device, known), {*watch.known_rng}
+        return self._rng
 
     def _pack_loaders(self, own: dict[str, Any], arena: tree_codec.Arena) -> None:
         """Pack the loaders of a loop without `step()`: the batches drawn since the step count, and

@@ -119,7 +119,8 @@ class TensorRecords:
         flags = np.frombuffer(self.trained, np.uint8).astype(np.uint64)
         columns = Record(objects, impls, storages, data, nbytes, counters, kinds, metas, flags)
         self._records = np.stack(columns, axis=1)
-        self._counters = np.zeros(len(tensors), np.uint32)
+        self._counted = bytearray(4 * len(self._tensors))
+        self._counters = np.frombuffer(self._counted, np.uint32)
 
     def table(self) -> tuple[int, ...]:
         """The C structure of this name."""
@@ -138,7 +139,7 @@ class TensorRecords:
 
     def counted(self) -> bytes:
         """The version counters that the last successful `look` read, here or of a `Guard`."""
-        return self._counters.tobytes()
+        return bytes(self._counted)
 
     def counters(self) -> bytes | None:
         """The version counters now; None if a storage got other memory. Any thread; the caller
@@ -531,6 +532,12 @@ class Memory:
         self._parts.append((found, nbytes))
         self.count += len(found)
 
+    def blocks(self, blocks: Iterable[tuple[int, int]], kept: Sequence[object]) -> None:
+        """Memory of objects, each block with its bytes."""
+        self.kept += kept
+        for address, nbytes in blocks:
+            self.add(address, nbytes)
+
     def types(self, objects: Sequence[object]) -> None:
         """The objects' types."""
         self._words(objects, _HEAD - 8, list(map(id, map(type, objects))))
@@ -607,18 +614,18 @@ class Guard:
         tables = np.array([each.table() for each in records], np.uint64)
         changed = np.zeros(max(followed.count, 1), np.uint64)
         spans = fixed.spans(library), followed.spans(library)
-        places = [each.ctypes.data for each in (offsets, tables, spans[0][0], spans[1][0], changed)]
-        counts = [len(records), fixed.count, followed.count]
-        words = [places[0], places[1], counts[0], places[2], counts[1], places[3], counts[2]]
-        self._guard = np.array([*words, places[4]], np.uint64)
-        self._kept = records, fixed, followed, offsets, tables, spans
-        self._changed, self._look, self._at = changed, library.look, self._guard.ctypes.data
+        (fixed_spans, _), (followed_spans, _) = spans
+        places = (offsets, tables, fixed_spans, followed_spans, changed)
+        at_offsets, at_tables, at_fixed, at_followed, at_changed = (p.ctypes.data for p in places)
+        parts = [at_tables, len(records), at_fixed, fixed.count, at_followed, followed.count]
+        guard = np.array([at_offsets, *parts, at_changed], np.uint64)
+        self._kept = records, fixed, followed, places, spans, guard
+        self._changed, self._look, self._at = changed, library.look, guard.ctypes.data
 
     def look(self) -> list[int] | None:
         """Numbers of the followed parts that changed since the last call; None if a tensor or
         another part is not as it was. Training thread; as `TensorRecords.look`."""
-        count = self._look(self._at)
-        if not count:
+        if not (count := self._look(self._at)):
             return _NONE
         return None if count > len(self._changed) else self._changed[:count].tolist()
 

@@ -63,7 +63,8 @@ BARE = "~all"
 """The only key of the remainder if `state_dict()` returns no dict."""
 
 
-STATE_DICT_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks")
+_POST_HOOKS, _PRE_HOOKS = "_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks"
+STATE_DICT_HOOKS = (_POST_HOOKS, _PRE_HOOKS)
 
 
 def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -72,7 +73,8 @@ def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
     return (
         type(optimizer).state_dict is not _TORCHS
         or "state_dict" in held
-        or any(held.get(hooks) for hooks in STATE_DICT_HOOKS)
+        or bool(held.get(_POST_HOOKS))
+        or bool(held.get(_PRE_HOOKS))
     )
 
 

@@ -23,7 +23,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -156,43 +156,93 @@ def _only(found: set[int]) -> int | None:
     return None if place < 0 else place
 
 
-def pack_rng(device: torch.device | None = None) -> dict[str, Any]:
+def pack_rng(
+    device: torch.device | None = None, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The states of the process-wide generators as bytes: Python, numpy, torch CPU, and all CUDA
-    devices if CUDA is in use, with `device`, on which the process trains, as the first."""
-    cuda: list[bytes] = []
-    if torch.cuda.is_initialized():
+    devices if CUDA is in use, with `device`, on which the process trains, as the first. Those in
+    `known` are not read."""
+    found = dict(known or ())
+    if "python" not in found:
+        found["python"] = python_state()
+    if "numpy" not in found:
+        found["numpy"] = numpy_state()
+    if "torch" not in found:
+        found["torch"] = _bytes_of(torch.default_generator.get_state())
+    if "cuda" not in found:
         # Philox keeps seed and offset on the host: nothing is read back from a device here.
-        cuda = [_bytes_of(torch.cuda.get_rng_state(i)) for i in _devices(device)]
-    cpu = _bytes_of(torch.default_generator.get_state())
-    return {"python": python_state(), "numpy": numpy_state(), "torch": cpu, "cuda": cuda}
+        devices = _devices(device) if torch.cuda.is_initialized() else []
+        found["cuda"] = [_bytes_of(torch.cuda.get_rng_state(i)) for i in devices]
+    return found
 
 
-def rng_memory() -> tuple[list[dict[str, Any]], list[tuple[int, int]], list[Any]] | None:
-    """What decides the result of `pack_rng`: dicts, and (address, bytes) of other memory; last, the
-    objects that must stay alive. None if it is not known, or CUDA is in use."""
-    python: Any = getattr(random.getstate, "__self__", None)
-    numpy: Any = getattr(np.random.get_state, "__self__", None)
+class RngMemory(NamedTuple):
+    """What decides the state of one kind of generators. Addresses are given with their bytes."""
+
+    names: list[tuple[dict[str, Any], str]]
+    """The dicts and keys by which the generator is found."""
+    fixed: list[tuple[int, int]]
+    """Memory that says which parts it has."""
+    tagged: list[dict[str, Any]]
+    """Dicts that hold a part of the state."""
+    spans: list[tuple[int, int]]
+    """Memory with the rest of the state."""
+    kept: list[Any]
+    """Objects to which the memory belongs."""
+
+
+_TYPE = object.__basicsize__ - 8
+"""Offset of the type in an object."""
+
+
+def rng_memory() -> dict[str, RngMemory]:
+    """By kind, the memory that decides what `pack_rng` returns, without kinds for which it is not
+    known. CUDA's only says that it is not in use."""
+    found = {}
+    if (python := _memory_of_python()) is not None:
+        found["python"] = python
+    if (numpy := _memory_of_numpy()) is not None:
+        found["numpy"] = numpy
     cpu = torch.default_generator
-    block = _memory_of_torch() and _block(cpu)
-    at, known = _place_in_python(), _place_in_numpy() is not None
-    its_types = type(python), type(numpy), type(cpu)
-    plain = its_types == (random.Random, np.random.RandomState, torch.Generator)
-    if torch.cuda.is_initialized() or at is None or not known or not block or not plain:
+    if _is_known_of_torch() and type(cpu) is torch.Generator:
+        fixed = [(id(cpu) + _TYPE, 16)]
+        names = [(vars(torch), "default_generator")]
+        found["torch"] = RngMemory(names, fixed, [], [_block(cpu)], [cpu])
+    if not torch.cuda.is_initialized() and "_initialized" in vars(torch.cuda):
+        names = [(vars(torch), "cuda"), (vars(torch.cuda), "_initialized")]
+        names.append((vars(torch.cuda), "is_initialized"))
+        found["cuda"] = RngMemory(names, [], [], [], [])
+    return found
+
+
+def _memory_of_python() -> RngMemory | None:
+    at = _place_in_python()
+    generator: Any = getattr(random.getstate, "__self__", None)
+    if at is None or type(generator) is not random.Random:
         return None
-    bits = numpy._bit_generator
-    if type(bits) is not np.random.MT19937:
+    fixed, words = (id(generator) + _TYPE, 8), (id(generator) + at, _WORDS_BYTES)
+    return RngMemory([(vars(random), "getstate")], [fixed], [vars(generator)], [words], [generator])
+
+
+def _memory_of_numpy() -> RngMemory | None:
+    generator: Any = getattr(np.random.get_state, "__self__", None)
+    if _place_in_numpy() is None or type(generator) is not np.random.RandomState:
         return None
-    head = object.__basicsize__ - 8  # the last word of an object's head is its type
-    spans = [
-        (id(python) + head, 8),
-        (id(python) + at, _WORDS_BYTES),
-        (id(numpy) + head, type(numpy).__basicsize__ - head),
-        (bits.ctypes.state_address, _WORDS_BYTES),
-        (id(cpu) + head, object.__basicsize__ + 8 - head),
-        block,
-    ]
-    held = [vars(random), vars(np), vars(np.random), vars(torch), vars(torch.cuda), vars(python)]
-    return held, spans, [python, numpy, bits, cpu]
+    bits: Any = generator._bit_generator
+    refers = _memory_of(generator).find(id(bits).to_bytes(8, sys.byteorder))
+    if type(bits) is not np.random.MT19937 or refers < 0:
+        return None
+    fixed = [(id(each) + _TYPE, 8) for each in (generator, bits)]
+    fixed.append((id(generator) + refers, 8))
+    head = object.__basicsize__
+    rest = id(generator) + head, type(generator).__basicsize__ - head
+    return RngMemory(
+        [(vars(np), "random"), (vars(np.random), "get_state")],
+        fixed,
+        [],
+        [rest, (bits.ctypes.state_address, _WORDS_BYTES)],
+        [generator, bits],
+    )
 
 
 def _block(generator: torch.Generator) -> tuple[int, int]:
@@ -204,7 +254,7 @@ def _block(generator: torch.Generator) -> tuple[int, int]:
 
 
 @functools.cache
-def _memory_of_torch() -> bool:
+def _is_known_of_torch() -> bool:
     """True if each change of a `torch.Generator` of the CPU changes that object, and nothing else
     does."""
     if sys.implementation.name != "cpython" or torch.Generator.__basicsize__ < 24:

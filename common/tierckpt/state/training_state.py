@@ -58,7 +58,16 @@ from .optimizers import (
     stands_for_some,
 )
 
-__all__ = ["FILES", "NOT_THERE", "FileWindows", "KeptFile", "Placements", "Root", "RoutedState"]
+__all__ = [
+    "FILES",
+    "NOT_THERE",
+    "FileWindows",
+    "KeptFile",
+    "Placements",
+    "Root",
+    "RoutedState",
+    "root_of",
+]
 
 
 class Placements:
@@ -273,7 +282,7 @@ NOT_THERE = object()
 
 
 class Structure(NamedTuple):
-    """The objects that decide which tensors the state has, and whom a version queries."""
+    """The objects that decide which tensors the state has, and which objects a version queries."""
 
     typed: list[object]
     """Objects whose classes matter."""
@@ -285,12 +294,13 @@ class Structure(NamedTuple):
     sets: list[set[str]]
     modules: list[Root]
     optimizers: list[Root]
-    """Those of optimizers, then those of their groups."""
+    groups: list[Root]
     asks_none: bool
     """True if no module and no optimizer has more than its tensors and its groups."""
 
 
-def _root(held: dict[str, Any], keys: Iterable[str]) -> Root:
+def root_of(held: dict[str, Any], keys: Iterable[str]) -> Root:
+    """A root with the parts that are there now."""
     return Root(held, [(key, held.get(key, NOT_THERE)) for key in keys])
 
 
@@ -298,7 +308,7 @@ def _root_of_module(module: torch.nn.Module) -> Root:
     held, keys = vars(module), ["_parameters", "_modules", "_buffers"]
     keys += ["_non_persistent_buffers_set"] if module._buffers else []
     keys += ["state_dict"] if "state_dict" not in held else []
-    return _root(held, keys)
+    return root_of(held, keys)
 
 
 _OF_OPTIMIZER = ("state", "param_groups", "state_dict", *STATE_DICT_HOOKS)
@@ -525,8 +535,8 @@ class TrainingState:
         return found
 
     def objects(self) -> Structure | None:
-        """What decides `containers`, groups, `buffer_slots`, and whom a version queries; None if
-        these depend on more."""
+        """What decides `containers`, groups, `buffer_slots`, and which objects a version queries;
+        None if these depend on more."""
         modules, without_hooks = self.module_states.looked_at()
         optimizers = [*self.optimizers.values()]
         same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
@@ -534,13 +544,16 @@ class TrainingState:
             return None
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         classes = [kind for optimizer in optimizers for kind in type(optimizer).__mro__]
+        extra = [*self.extra.values(), *self.extra_per_rank.values()]
         hooks = [vars(each).get(key) for each in optimizers for key in STATE_DICT_HOOKS]
         return Structure(
-            typed=[*modules, *optimizers],
+            typed=[*modules, *optimizers, *extra],
             tagged=[
                 *self.containers(),
                 *map(_own_buffers, self._attributes),
                 self.optimizers,
+                self.extra,
+                self.extra_per_rank,
                 *(optimizer.state for optimizer in optimizers),
                 *map(_names_of, classes),
             ],
@@ -548,10 +561,8 @@ class TrainingState:
             lists=[o.param_groups for o in optimizers] + [group["params"] for group in groups],
             sets=[m._non_persistent_buffers_set for m in modules if m._buffers],
             modules=[*map(_root_of_module, modules)],
-            optimizers=[
-                *(_root(vars(each), _OF_OPTIMIZER) for each in optimizers),
-                *(_root(group, ("params",)) for group in groups),
-            ],
+            optimizers=[root_of(vars(each), _OF_OPTIMIZER) for each in optimizers],
+            groups=[root_of(group, ("params",)) for group in groups],
             asks_none=not self.module_states.asks() and self.optimizer_tree.has_no_more(),
         )
 

@@ -357,8 +357,8 @@ class Arena:
     """Keeps clones of the tensors of a tree, on their own devices: no tensor is read back here.
     Keeps long bytes as they are."""
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor | bytes] = []
+    def __init__(self, *tensors: torch.Tensor | bytes) -> None:
+        self.tensors: list[torch.Tensor | bytes] = [*tensors]
 
     @property
     def nbytes(self) -> int:

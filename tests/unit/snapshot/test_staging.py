@@ -50,7 +50,7 @@ OtherAdam.__name__ = "Adam"
 class Job:
     """A model and an optimizer after one step."""
 
-    def __init__(self, lr: Any = 0.1) -> None:
+    def __init__(self, lr: Any = 0.1, extras: Callable[[Job], list[dict[str, Any]]] | None = None):
         torch.manual_seed(0)
         self.model: Any = torch.nn.Sequential(Part(), torch.nn.Linear(4, 2))
         groups = [{"params": [*each.parameters()]} for each in self.model]
@@ -58,7 +58,8 @@ class Job:
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
-        self.state = TrainingState(self.model, {"optimizer": self.optimizer})
+        extra = extras(self) if extras is not None else []
+        self.state = TrainingState(self.model, {"optimizer": self.optimizer}, *extra)
 
     @property
     def part(self) -> Any:
@@ -262,10 +263,51 @@ def test_every_change_is_staged(
     assert staged(it) == found
 
 
-def test_many_changes_are_staged(job: Job, every_object: Callable[..., dict[str, Any]]) -> None:
+class Setter:
+    """An object whose `state_dict()` changes other parts of the state."""
+
+    rate = 0.5
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sets a rate, and registers a hook."""
+        self.job.optimizer.param_groups[0]["lr"] = self.rate
+        if self.rate == 0.25 and not self.job.part.layer._state_dict_hooks:
+            SEEN["a hook that adds"](self.job)
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+
+def schedule(job: Job) -> torch.optim.lr_scheduler.LRScheduler:
+    found = torch.optim.lr_scheduler.StepLR(job.optimizer, 3)
+    job.optimizer.step()
+    return found
+
+
+EXTRAS: dict[str, Callable[[Job], list[dict[str, Any]]]] = {
+    "none": lambda job: [],
+    "a scheduler": lambda job: [{"scheduler": schedule(job)}, {"generator": torch.Generator()}],
+    "one that changes others": lambda job: [{}, {"setter": Setter(job)}],
+}
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_many_changes_are_staged(
+    extras: str, job: Job, every_object: Callable[..., dict[str, Any]]
+) -> None:
+    job = Job(extras=EXTRAS[extras])
     it, order = warmed_up(job), random.Random(4)
-    for _ in range(60):
+    for number in range(60):
         SAME[order.choice([*SAME])](job)
+        for each in (*job.state.extra.values(), *job.state.extra_per_rank.values()):
+            if isinstance(each, Setter):
+                each.rate = [0.5, 0.125, 0.25][number // 20]
+            elif not isinstance(each, torch.Generator):
+                each.step()
         assert staged(it) == every_object(job.state)
 
 
@@ -292,16 +334,44 @@ def test_a_rate_in_a_tensor_is_read_at_every_boundary(
         assert staged(it) == every_object(job.state)
 
 
-def test_a_generator_of_another_kind_is_read_by_its_methods(
+def replace_python(patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    mine = random.Random(3)
+    patch.setattr(random, "getstate", mine.getstate)
+    return mine.random
+
+
+def replace_numpy(patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    mine = np.random.RandomState(3)
+    patch.setattr(np.random, "get_state", mine.get_state)
+    return mine.rand
+
+
+def replace_bits(patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    np.random.set_bit_generator(np.random.MT19937(3))
+    return np.random.rand
+
+
+def replace_torch(patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    mine = torch.Generator()
+    patch.setattr(torch, "default_generator", mine)
+    return lambda: torch.rand(1, generator=mine)
+
+
+@pytest.mark.parametrize("replace", [replace_python, replace_numpy, replace_bits, replace_torch])
+def test_a_generator_that_is_replaced_is_read(
+    replace: Callable[[pytest.MonkeyPatch], Callable[[], Any]],
     job: Job,
     every_object: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    it, mine = warmed_up(job), random.Random(3)
-    monkeypatch.setattr(random, "getstate", mine.getstate)
-    for _ in range(3):
-        mine.random()
-        assert staged(it) == every_object(job.state)
+    it, bits = warmed_up(job), np.random.get_bit_generator()
+    try:
+        draw = replace(monkeypatch)
+        for _ in range(4):
+            draw()
+            assert staged(it) == every_object(job.state)
+    finally:
+        np.random.set_bit_generator(bits)
 
 
 def test_streams_that_were_kept_are_no_later_ones(
