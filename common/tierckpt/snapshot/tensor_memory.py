@@ -8,6 +8,9 @@ Where each field is in these objects is found once in a process, by experiments 
 own; they also confirm where Python's headers have a dict's tag. If one of them has another result
 than expected, `find` and `find_tag` return None, and `PlanCheck` uses the methods. Both see the
 same changes; tests compare them.
+
+A `Guard` compares tensors and the memory of other objects in a single call. Such memory is taken
+only if it is as expected: the length of a dict, the class of an object, the members of a list.
 """
 
 from __future__ import annotations

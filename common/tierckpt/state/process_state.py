@@ -8,7 +8,8 @@ Generator memory: the states of Python's and numpy's process-wide generators, re
 Their own methods make a Python integer of each of 624 words, which takes a tenth of a millisecond
 at every boundary. So the words are read from the generators' memory. Where they are in it is found
 once in a process, by experiments with generators of the same classes; where these do not succeed,
-the generators' methods are used. Both ways give the same bytes.
+the generators' methods are used. Both ways give the same bytes. `rng_memory` says where a change
+of a state would be seen: a generator that has not drawn need not be read again.
 
 Switches of torch belong to the process: a version has them, and a restore names those that differ.
 It does not set them, as the script decides.

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tierckpt.snapshot import CopyPlan, Staging, describe_engine, find_engine
-from tierckpt.state import TrainingState
-from tierckpt.state.tree_codec import EncodedTree
+from tierckpt.state import EncodedTree, TrainingState
 
 
 class Part(torch.nn.Module):
@@ -97,6 +96,7 @@ def every_object(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any
     def found(state: TrainingState, whole: bool = False) -> dict[str, Any]:
         with monkeypatch.context() as patch:
             patch.setattr(CopyPlan, "_make_watch", lambda self, state: None)
+            patch.setattr(state, "looks", state.looks)  # the names are looked up again
             return staged(staging(state), whole)
 
     return found
@@ -296,11 +296,19 @@ EXTRAS: dict[str, Callable[[Job], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("missing", ["", "find", "find_tag"])
 def test_many_changes_are_staged(
-    extras: str, job: Job, every_object: Callable[..., dict[str, Any]]
+    missing: str,
+    extras: str,
+    job: Job,
+    every_object: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`missing`: of the C library, or of this Python."""
+    if missing:
+        monkeypatch.setattr(f"tierckpt.snapshot.tensor_memory.{missing}", lambda: None)
     job = Job(extras=EXTRAS[extras])
-    it, order = warmed_up(job), random.Random(4)
+    it, order = staging(job.state), random.Random(4)
     for number in range(60):
         SAME[order.choice([*SAME])](job)
         for each in (*job.state.extra.values(), *job.state.extra_per_rank.values()):
@@ -309,6 +317,8 @@ def test_many_changes_are_staged(
             elif not isinstance(each, torch.Generator):
                 each.step()
         assert staged(it) == every_object(job.state)
+        if number == 10:
+            assert (it.plan and it.plan.watch is None) == bool(missing)
 
 
 def test_a_class_of_an_optimizer_that_changes_is_seen(
