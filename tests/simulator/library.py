@@ -951,7 +951,6 @@ class Library:
         module.__dict__.update(
             get_objects=none,
             get_referrers=none,
-            get_referents=none,
             collect=lambda *_: 0,
             freeze=lambda: None,
             disable=lambda: None,

@@ -316,18 +316,18 @@ _OF_OPTIMIZER = ("state", "param_groups", "state_dict", *STATE_DICT_HOOKS)
 
 def _is_plain(optimizer: Any) -> bool:
     """True if state and groups are attributes of the object itself."""
-    own, kind = vars(optimizer), type(optimizer)
+    kind = type(optimizer)
     return (
         isinstance(optimizer, torch.optim.Optimizer)
-        and {"state", "param_groups"} <= own.keys()
+        and {"state", "param_groups"} <= vars(optimizer).keys()
         and not hasattr(kind, "state")
         and not hasattr(kind, "param_groups")
     )
 
 
 def _names_of(kind: type) -> Any:
-    """The dict of a class, of which Python shows only a view."""
-    return gc.get_referents(vars(kind))[0]
+    """The dict of a class, of which Python shows only a view; None if it is not found."""
+    return next(iter(gc.get_referents(vars(kind))), None)
 
 
 class TrainingState:
