@@ -34,7 +34,11 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define INTERFACE 4
+#define INTERFACE 5
+
+/* The copier is not woken for less: the barrier copies it in less time than the wake-up would take
+   from the training. */
+#define WAKE_BYTES (256 * 1024)
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
@@ -42,6 +46,15 @@ typedef struct {
     uint64_t address;
     uint64_t nbytes;
 } segment;
+
+/* The version counters of some tensors: see tensor_memory.c, which knows the structures. */
+typedef struct {
+    const void *offsets, *records;
+    uint64_t count;
+    uint32_t *now; /* room for them */
+} counters;
+
+uint64_t tierckpt_first_moved(const void *offsets, const void *records, uint64_t count, uint32_t *now);
 
 typedef struct {
     uint64_t first_segment;
@@ -67,7 +80,10 @@ typedef struct {
     uint32_t aborted;
     uint32_t streams; /* this processor can `stream` */
     uint32_t queue_offset, state_offset;
-    uint64_t copy_ns, hash_ns; /* the results start here: work of all threads */
+    const counters *watched; /* NULL if the caller compares them */
+    const uint32_t *before;  /* their values at the boundary */
+    uint64_t unchanged;      /* the results start here: 1 once a barrier has found the same values */
+    uint64_t copy_ns, hash_ns; /* work of all threads */
     uint64_t head_digest;
     uint64_t digests[]; /* count + 1, little endian; then the queue (uint32_t), the states (uint8_t) */
 } job;
@@ -212,9 +228,9 @@ PUBLIC uint64_t tierckpt_job_bytes(uint32_t count) {
            (uint64_t)count * (sizeof(uint64_t) + sizeof(uint32_t) + 1);
 }
 
-/* Where the results are: nanoseconds of copying and of hashing, then the digests of the image's
-   head, of the blocks, of its tail. */
-PUBLIC uint64_t tierckpt_results_offset(void) { return offsetof(job, copy_ns); }
+/* Where the results are: whether a barrier found no source changed, nanoseconds of copying and of
+   hashing, then the digests of the image's head, of the blocks, of its tail. */
+PUBLIC uint64_t tierckpt_results_offset(void) { return offsetof(job, unchanged); }
 
 /* Start a job in zeroed memory, with all blocks held. */
 PUBLIC void tierckpt_init(job *j, hash_function hash, const segment *segments, const block *blocks,
@@ -307,8 +323,16 @@ PUBLIC int tierckpt_run(job *j, uint64_t timeout_ns) {
     return state;
 }
 
-/* Copy released blocks, and wait until no thread copies one. Returns as `run`: IDLE if blocks are
-   held; UNFINISHED after about `budget_bytes`, or after a wait of `timeout_ns`: call again. */
+/* 1 if all tensors have the memory and the version counters that they had at the boundary. */
+static int unchanged(const job *j) {
+    const counters *w = j->watched;
+    return w != NULL && tierckpt_first_moved(w->offsets, w->records, w->count, w->now) == w->count &&
+           memcmp(w->now, j->before, w->count * sizeof *w->now) == 0;
+}
+
+/* Copy released blocks, and wait until no thread copies one; then compare the counters. Returns as
+   `run`: IDLE if blocks are held; UNFINISHED after about `budget_bytes`, or after a wait of
+   `timeout_ns`: call again. For the barrier's thread alone. */
 PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns) {
     int state, awake = 1;
     pthread_mutex_lock(&j->lock);
@@ -328,6 +352,8 @@ PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns) {
             awake = sleep_locked(j, &j->leavers, timeout_ns);
         }
     }
+    if (state == COMPLETE)
+        j->unchanged = (uint64_t)unchanged(j);
     pthread_mutex_unlock(&j->lock);
     return state;
 }
@@ -360,10 +386,11 @@ PUBLIC void tierckpt_desk_init(desk *d) {
 
 /* Copy head and tail of the image, around its blocks; the tail is followed by zeros up to
    `tail_room`. Release all blocks, and leave the job for the copier. Returns 0, and does nothing, if
-   the copier still uses another job. The job's memory must stay until a later call has returned 1. */
+   the copier still uses another job. The job's memory must stay until a later call has returned 1.
+   The copier is woken for a large job; a small one it finds when its wait is over. */
 PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head, uint64_t head_bytes,
                               uint64_t blocks_bytes, const void *tail, uint64_t tail_bytes,
-                              uint64_t tail_room) {
+                              uint64_t tail_room, const counters *watched, const uint32_t *before) {
     uint8_t *end = image + head_bytes + blocks_bytes;
     pthread_mutex_lock(&d->lock);
     uint32_t posted = d->job == NULL;
@@ -373,12 +400,15 @@ PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head,
         memset(end + tail_bytes, 0, tail_room - tail_bytes);
         j->head_digest = htole64(j->hash(image, head_bytes));
         j->digests[j->count] = htole64(j->hash(end, tail_room));
+        j->watched = watched;
+        j->before = before;
         tierckpt_bind(j, image + head_bytes);
         tierckpt_release(j, NULL, 0);
         d->job = j;
         d->last = j;
         d->settled = 0;
-        wake_on(&d->turn, d->sleepers);
+        if (blocks_bytes >= WAKE_BYTES)
+            wake_on(&d->turn, d->sleepers);
     }
     pthread_mutex_unlock(&d->lock);
     return posted;

@@ -15,17 +15,20 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from tierckpt.format.manifest import DIGEST_BYTES
 
+if TYPE_CHECKING:
+    from .tensor_memory import TensorRecords
+
 VARIABLE = "TIERCKPT_COPY_ENGINE"
 """`torch` in this environment variable forbids the library."""
 
-INTERFACE = 4
+INTERFACE = 5
 """Number in the C file; a library with another one is not used."""
 
 HELP_BYTES = 256 * 1024 * 1024
@@ -33,8 +36,9 @@ HELP_BYTES = 256 * 1024 * 1024
 HELP_NANOSECONDS = 100_000_000
 """Limit of its wait for another thread."""
 
-_TIMES = struct.Struct("=QQ")
-"""Head of a job's results: nanoseconds of copying and of hashing."""
+_RESULTS = struct.Struct("=QQQ")
+"""Head of a job's results: whether the counters are unchanged, and nanoseconds of copying and of
+hashing."""
 _NUMBER_BYTES = 4
 """Size of a block's number in a job's queue, which is between digests and states."""
 _HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
@@ -57,6 +61,19 @@ class Progress(IntEnum):
 _PROGRESS: list[Progress] = [*Progress]
 
 
+class Counters:
+    """The version counters of some tensors, as the library reads them."""
+
+    def __init__(self, records: TensorRecords) -> None:
+        self.records = records
+        """Has the memory, and keeps it."""
+        offsets, rows, count = records.addresses()
+        self.nbytes = 4 * count
+        self._room = ctypes.create_string_buffer(self.nbytes + 1)
+        self._memory = (ctypes.c_uint64 * 4)(offsets, rows, count, ctypes.addressof(self._room))
+        self.address = ctypes.addressof(self._memory)
+
+
 class Table:
     """Segments and blocks of a plan, as the library reads them. Does not keep the memory alive."""
 
@@ -67,6 +84,26 @@ class Table:
         self.segments, self.blocks = segments.ctypes.data, blocks.ctypes.data
         self.count = len(blocks)
         self.nbytes = int(blocks[:, 3].sum())
+        self._counters: Counters | None = None
+        self._hash_address: int | None = None
+        self._blank = b""
+
+    def counters_of(self, records: TensorRecords | None) -> Counters | None:
+        """The counters of the plan's tensors; the same object for the same records."""
+        if records is None:
+            return None
+        if self._counters is None or self._counters.records is not records:
+            self._counters = Counters(records)
+        return self._counters
+
+    def blank(self, library: Library) -> bytes:
+        """The memory of a new job. A copy of a free lock is a free lock."""
+        if self._hash_address != library.hash_address:
+            memory = (ctypes.c_uint64 * (library.job_bytes(self.count) // 8 + 1))()
+            at = ctypes.addressof(memory)
+            library.init(at, library.hash_address, self.segments, self.blocks, self.count)
+            self._blank, self._hash_address = bytes(memory), library.hash_address
+        return self._blank
 
 
 class Library:
@@ -106,7 +143,8 @@ class Library:
         self.desk_bytes = _function(held, "desk_bytes", [], number)
         self.desk_init = _function(held, "desk_init", [pointer])
         image = [number, ctypes.c_char_p, number, number, ctypes.c_char_p, number, number]
-        self.post = _function(held, "post", [pointer, pointer, *image], small)
+        watched = [pointer, ctypes.c_char_p]
+        self.post = _function(held, "post", [pointer, pointer, *image, *watched], small)
         self.settle = _function(held, "settle", [pointer, pointer])
         self.ring = _function(held, "ring", [pointer])
         self.job_bytes = _function(held, "job_bytes", [small], number)
@@ -140,11 +178,10 @@ class Job:
         self._library, self._table = library, table
         self.posted = False
         """True once it was left for the copier."""
-        nbytes = library.job_bytes(table.count)
-        self._memory = (ctypes.c_uint64 * (nbytes // 8 + 1))()
-        self._at = ctypes.addressof(self._memory)
-        self._results_at = self._at + library.results_offset
-        library.init(self._at, library.hash_address, table.segments, table.blocks, table.count)
+        self.unchanged = False
+        """With the results: True if a barrier found the counters of its post unchanged."""
+        self._memory = bytearray(table.blank(library))
+        self._at = ctypes.addressof(ctypes.c_uint64.from_buffer(self._memory))
 
     def bind(self, target: int) -> None:
         """Set the target, the address of offset 0; nothing is copied before."""
@@ -160,22 +197,23 @@ class Job:
 
     def held(self) -> set[int]:
         """The blocks that are not released."""
-        queue = self._results_at + _TIMES.size + (self._table.count + 2) * DIGEST_BYTES
-        states = ctypes.string_at(queue + self._table.count * _NUMBER_BYTES, self._table.count)
+        count, start = self._table.count, self._library.results_offset + _RESULTS.size
+        low = start + (count + 2) * DIGEST_BYTES + count * _NUMBER_BYTES
+        states = self._memory[low : low + count]
         return {block for block, state in enumerate(states) if not state}
 
     def run(self, wait_seconds: float) -> Progress:
         """Copy released blocks, until none was released for `wait_seconds`."""
-        return _PROGRESS[int(self._library.run(self._at, int(1e9 * wait_seconds)))]
+        return _PROGRESS[self._library.run(self._at, int(1e9 * wait_seconds))]
 
     def wait(self, wait_seconds: float) -> Progress:
         """As `run`, but without copying: UNFINISHED if a block may be taken."""
-        return _PROGRESS[int(self._library.wait(self._at, int(1e9 * wait_seconds)))]
+        return _PROGRESS[self._library.wait(self._at, int(1e9 * wait_seconds))]
 
     def help(self) -> Progress:
         """Copy the released blocks that are left, and return when no thread copies one."""
         while True:
-            progress = _PROGRESS[int(self._library.help(self._at, HELP_BYTES, HELP_NANOSECONDS))]
+            progress = _PROGRESS[self._library.help(self._at, HELP_BYTES, HELP_NANOSECONDS)]
             if progress is not Progress.UNFINISHED:
                 return progress
 
@@ -196,13 +234,14 @@ class Job:
     def results(self) -> tuple[float, float, bytes]:
         """Seconds of copying and of hashing, summed over all threads, and the digests of all
         blocks; if the job was posted, those of head and tail around them. Valid after COMPLETE."""
-        nbytes = _TIMES.size + (self._table.count + 2) * DIGEST_BYTES
-        results = ctypes.string_at(self._results_at, nbytes)
-        copy, hashing = _TIMES.unpack_from(results)
-        digests = results[_TIMES.size :]
+        low = self._library.results_offset
+        unchanged, copy, hashing = _RESULTS.unpack_from(self._memory, low)
+        self.unchanged = unchanged == 1
+        low += _RESULTS.size
+        high = low + (self._table.count + 2) * DIGEST_BYTES
         if not self.posted:
-            digests = digests[DIGEST_BYTES:-DIGEST_BYTES]
-        return copy / 1e9, hashing / 1e9, digests
+            low, high = low + DIGEST_BYTES, high - DIGEST_BYTES
+        return copy / 1e9, hashing / 1e9, bytes(self._memory[low:high])
 
     @property
     def copying(self) -> bool:
@@ -222,9 +261,15 @@ class Desk:
         """The jobs that the copier may use, and the owners of their memory."""
 
     def post(
-        self, job: Job, owner: object, image: int, parts: tuple[bytes, int, bytes, int]
+        self,
+        job: Job,
+        owner: object,
+        image: int,
+        parts: tuple[bytes, int, bytes, int],
+        counted: tuple[Counters | None, bytes | None] = (None, None),
     ) -> bool:
-        """Fill an image, with the help of the copier; training thread.
+        """Fill an image, with the help of the copier; training thread. A small job does not wake
+        the copier: it comes to it when its wait is over, or after `ring`.
 
         Args:
             job: not bound, with its blocks held.
@@ -232,14 +277,19 @@ class Desk:
             image: the address.
             parts: the head of the image, the length of the job's target after it, the tail, and the
                 length of the tail with zeros after it.
+            counted: what `Job.unchanged` is about, and the values at the boundary.
 
         Returns False, and does nothing, if the copier still uses another job.
         """
         head, nbytes, tail, room = parts
+        counters, before = counted
+        watched = None
+        if counters is not None and before is not None and len(before) == counters.nbytes:
+            watched = counters.address
         job.posted = True  # before: an interrupt may come after the call
-        self._kept.append((job, owner))
+        self._kept.append((job, (owner, counted)))
         at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
-        if not self._library.post(*at, head, *sizes):
+        if not self._library.post(*at, head, *sizes, watched, before):
             job.posted = False
             self._kept.pop()
             return False

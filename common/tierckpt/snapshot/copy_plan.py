@@ -156,6 +156,11 @@ class PlanCheck:
         thread."""
         return self._copied.counters()
 
+    @property
+    def records(self) -> TensorRecords | None:
+        """See `CopyPlan.records`."""
+        return self._copied.records
+
     def moved(self) -> list[int]:
         """Numbers of the tensors, of those that are copied, with other memory than when the plan
         was made. Any thread."""
@@ -229,17 +234,17 @@ class _ByMemory:
     def __init__(
         self, tensors: list[torch.Tensor], aliases: list[torch.Tensor], records: TensorRecords
     ) -> None:
-        self._tensors, self._aliases, self._records = tensors, aliases, records
+        self._tensors, self._aliases, self.records = tensors, aliases, records
 
     @property
     def trained(self) -> bytes:
-        return self._records.trained
+        return self.records.trained
 
     def stand(self) -> bytes | None:
         """The version counters, if all tensors are as they were."""
-        if self._records.look() is not None and not self._stand_by_methods():
+        if self.records.look() is not None and not self._stand_by_methods():
             return None
-        return self._records.counted()
+        return self.records.counted()
 
     def records(self) -> TensorRecords:
         """What it compares."""
@@ -247,23 +252,25 @@ class _ByMemory:
 
     def _stand_by_methods(self) -> bool:
         """A second opinion: torch may keep more in that memory than what matters here."""
-        if self._records.counters() is None or not _same_tensors(self._tensors, self._aliases):
+        if self.records.counters() is None or not _same_tensors(self._tensors, self._aliases):
             return False
         again = records_of(self._tensors)
         if again is None or again.look() is not None:
             return False
-        self._records = again
+        self.records = again
         return True
 
     def counters(self) -> bytes:
-        return self._records.counters() or b""
+        return self.records.counters() or b""
 
     def moved(self) -> list[int]:
-        return self._records.moved()
+        return self.records.moved()
 
 
 class _ByMethods:
     """Looks into tensors by torch's methods, some at a time."""
+
+    records = None
 
     def __init__(self, tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> None:
         self._tensors, self._aliases = tensors, aliases
@@ -637,6 +644,11 @@ class CopyPlan:
         """Autograd's version counters of the striped tensors that this rank copies: a cheap check
         for torn copies. Empty if the memory of one was moved or freed since the plan was made."""
         return self._check.counters()
+
+    @property
+    def records(self) -> TensorRecords | None:
+        """Has the memory that `counters` looks into; None if that takes torch's methods."""
+        return self._check.records
 
     def changed_since(self, counters: bytes) -> list[str]:
         """Names of the tensors with changed counters."""

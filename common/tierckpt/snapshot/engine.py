@@ -70,6 +70,8 @@ class Engine(Protocol):
     """True if the engine may be posted."""
     posted: bool = False
     """True once it was."""
+    unchanged: bool = False
+    """With the results: True if a barrier has found the plan's counters as at the boundary."""
 
     @property
     def copying(self) -> bool:
@@ -84,14 +86,20 @@ class Engine(Protocol):
         """Allow the copy of these blocks, of all with None."""
         ...
 
-    def post(self, binding: Binding, head: bytes, tail: bytes, room: int) -> bool:
-        """Fill the image around the blocks, release all of them, and have the copier copy them
-        without the interpreter. The image has `room` bytes for the tail. Training thread.
+    def post(
+        self, binding: Binding, head: bytes, tail: bytes, room: int, counters: bytes | None
+    ) -> bool:
+        """Fill the image around the blocks, release all of them, and leave them to the barrier and
+        the copier, who copy them without the interpreter. The image has `room` bytes for the tail.
+        `counters`: the plan's at the boundary. Training thread.
 
         Returns False, and does nothing, if the copier is still with another version, or the engine
         never does.
         """
         return False
+
+    def hurry(self) -> None:
+        """Have the copier complete a posted version: a thread waits for it. Any thread."""
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """Allow the copy into this slot, from byte `start` on; nothing is copied before."""
@@ -240,10 +248,18 @@ class NativeEngine(Job, Engine):
         self._watch: Watch | None = None
         """Set if it wants to see each block."""
 
-    def post(self, binding: Binding, head: bytes, tail: bytes, room: int) -> bool:
+    def post(
+        self, binding: Binding, head: bytes, tail: bytes, room: int, counters: bytes | None
+    ) -> bool:
         """See `Engine`."""
-        parts = head, self._plan.layout.nbytes, tail, room
-        return self._desk.post(self, (self._plan, binding), binding.address, parts)
+        parts, plan = (head, self._plan.layout.nbytes, tail, room), self._plan
+        counted = self._table.counters_of(plan.records), counters
+        return self._desk.post(self, (plan, binding), binding.address, parts, counted)
+
+    def hurry(self) -> None:
+        """See `Engine`."""
+        if self.posted:
+            self._desk.ring()
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """See `Engine`."""

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import queue
@@ -103,24 +104,27 @@ class Reader(Protocol):
     def wait_done(self) -> bool: ...
 
 
-_copying: weakref.WeakValueDictionary[int, Reader] = weakref.WeakValueDictionary()
-"""Snapshots that may be copying, by `id()`; those that are over go with the next one."""
+_copying: dict[int, weakref.ref[Reader]] = {}
+"""Snapshots that may be copying, by a number; those that are over go with the next one."""
+_numbers = itertools.count()
 
 
 def guard_memory_moves(snapshot: Reader) -> None:
     """Let the memory of this snapshot's sources stay until it is copied. Training thread, before
     the first block may be copied."""
     _install_guards()
-    for key, each in [*_copying.items()]:
-        if each.over:
-            _copying.pop(key, None)
-    _copying[id(snapshot)] = snapshot
+    for number, each in [*_copying.items()]:
+        reader = each()
+        if reader is None or reader.over:
+            _copying.pop(number, None)
+    _copying[next(_numbers)] = weakref.ref(snapshot)
 
 
 def _before_move(storage: torch.UntypedStorage) -> None:
     """Wait for the copies that read this storage. Any thread; raises nothing but an interrupt."""
-    for snapshot in [*_copying.values()]:
-        if not snapshot.over and snapshot.plan.reads(storage):
+    for each in [*_copying.values()]:
+        snapshot = each()
+        if snapshot is not None and not snapshot.over and snapshot.plan.reads(storage):
             snapshot.barrier()
             if snapshot.slot is not None:  # else no block was started
                 snapshot.wait_done()  # the barrier does not wait for the threads of a failed one
@@ -241,7 +245,8 @@ class Snapshot:
         self.hopeless: Callable[[], bool] = lambda: False
         """Asked by the barrier while there is no slot: True if there will be none."""
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # with it, `with` would be Python's code
+        self._changed: threading.Condition | None = None
+        """Of that lock, once a thread waits."""
         self._at_once = 0 < self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
         """True: the first released layer releases everything."""
         if not self._at_once:
@@ -342,7 +347,7 @@ class Snapshot:
             binding = self._claim(1, True)
             _faults.point("tree", version=self.facts.id.version, block=0)
             self._binding = binding
-            if not self.engine.post(binding, self._header, tail, room):
+            if not self.engine.post(binding, self._header, tail, room, self._counters):
                 self._binding = None
             return self.engine.posted
         except NoSlotError:
@@ -366,9 +371,8 @@ class Snapshot:
             while (progress := self.work(None)) is Progress.UNFINISHED:
                 pass
             if progress is not Progress.ORDERED:
-                with self._lock:
-                    if not self._reported:
-                        self._changed.wait_for(lambda: self._reported or self.failed)
+                if not self._reported:
+                    self._wait_for(lambda: self._reported or self.failed, None)
         except BaseException as error:  # an interrupt (Ctrl-C): a block may have no copy
             self.fail(error)
             raise
@@ -379,10 +383,9 @@ class Snapshot:
     def _await_slot(self) -> None:
         deadline, bound = time.monotonic() + self.bind_patience_seconds, False
         while not bound and time.monotonic() < deadline:
-            with self._lock:
-                bound = self._changed.wait_for(
-                    lambda: self._binding is not None or not self.open, LOOK_SECONDS
-                )
+            bound = self._wait_for(
+                lambda: self._binding is not None or not self.open, LOOK_SECONDS
+            )
             if not bound and self.hopeless():
                 break
         if not bound:
@@ -392,8 +395,21 @@ class Snapshot:
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
         """Return True when it is over and `on_done` was called, False after the time-out."""
         self._report()  # if the copier has left since it failed
+        if timeout_seconds != 0.0 and not self._reported:
+            self.engine.hurry()
+        return self._wait_for(lambda: self._reported, timeout_seconds)
+
+    def _wait_for(self, reached: Callable[[], bool], timeout_seconds: float | None) -> bool:
+        """Wait until this is true, or for so long; returns whether it is. Any thread."""
         with self._lock:
-            return self._changed.wait_for(lambda: self._reported, timeout_seconds)
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
+            return self._changed.wait_for(reached, timeout_seconds)
+
+    def _notify(self) -> None:
+        """Have waiting threads look again; with the lock held."""
+        if self._changed is not None:
+            self._changed.notify_all()
 
     # --- copier thread -------------------------------------------------------------------------
 
@@ -497,7 +513,7 @@ class Snapshot:
                 self._tree_digests = [b""] * tree_blocks
                 self._left += tree_blocks
                 self._binding = binding
-                self._changed.notify_all()
+                self._notify()
         return binding
 
     def _count(self) -> None:
@@ -506,6 +522,8 @@ class Snapshot:
             if self._digests is not None:
                 return
             copying, hashing, self._digests = self.engine.results()
+            if self.engine.unchanged:
+                self._counters = None
             self.clock.copy += copying
             self.clock.checksum += hashing
             self._left -= 1
@@ -540,7 +558,8 @@ class Snapshot:
     def _seal(self) -> None:
         """Seal the slot; by the thread that copied the last block."""
         started = time.perf_counter()
-        self._check_counters()
+        if self._counters is not None:
+            self._check_counters()
         if not self.open:
             return
         assert self._digests is not None
@@ -602,7 +621,7 @@ class Snapshot:
                 self.sealed, self.error, self.open = sealed, error, False
                 self._binding = None
                 if not sealed:  # after a seal, waiters wait for the report
-                    self._changed.notify_all()
+                    self._notify()
             sealed = self.sealed
         self.engine.end(sealed)
 
@@ -621,7 +640,7 @@ class Snapshot:
         finally:
             with self._lock:
                 self._reported = True
-                self._changed.notify_all()
+                self._notify()
 
 
 def _parameters(names: Iterable[str]) -> str:

@@ -153,6 +153,10 @@ class TensorRecords:
         )
         return now.tobytes() if moved == len(now) else None
 
+    def addresses(self) -> tuple[int, int, int]:
+        """Where the offsets and the records are, and the number of records."""
+        return self._at.ctypes.data, self._records.ctypes.data, len(self._records)
+
     def moved(self) -> list[int]:
         """Numbers of the tensors with other memory now; as `counters`."""
         at, columns = Offsets(*self._at.tolist()), Record(*self._records.T)
