@@ -67,7 +67,7 @@ def point(name: str, **where: object) -> None:
 
 def armed(name: str) -> bool:
     """True if some rule is for this point."""
-    return any(rule.point == name for rule in _rules)
+    return bool(_rules) and any(rule.point == name for rule in _rules)
 
 
 def _claim(rule: Rule) -> bool:

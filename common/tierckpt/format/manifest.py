@@ -10,7 +10,9 @@ finds out whether a shard's bytes match its manifest; a copy counts as stored on
 from __future__ import annotations
 
 import base64
+import binascii
 import json
+import math
 import sys
 from array import array
 from bisect import bisect_right
@@ -152,6 +154,20 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
 
 DIGEST_BYTES = 8
 _JSON = json.JSONEncoder(separators=(",", ":"))
+OF_FACTS = {"version": "%d", "iteration": "%d", "metric": "%b", "complete": "[%d,%d]"}
+"""The fields of facts that differ between two versions of a run, as bytes are formatted."""
+OF_SHARD = {
+    "image_bytes": "%d",
+    "header_bytes": "%d",
+    "rank_state_bytes": "%d",
+    "digests": '"%b"',
+    "created_seconds": "%a",
+}
+"""Further fields of a manifest, which follow the others."""
+MAX_FRAMES = 64
+_frames: dict[tuple[object, ...], bytes] = {}
+"""Manifests without these fields. They are encoded once: a version is sealed at each step,
+perhaps."""
 
 
 class Manifest(Struct, frozen=True):
@@ -188,19 +204,39 @@ class Manifest(Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return a line of JSON, and a line with its xxh3_128."""
-        values = {
-            **records.head_of("manifest"),
-            **self.facts.to_json(),
-            "shard": self.shard,
-            "image_bytes": self.image_bytes,
-            "header_bytes": self.header_bytes,
-            "rank_state_bytes": self.rank_state_bytes,
-            "digests": base64.b64encode(self.digests).decode(),
-            "created_seconds": self.created_seconds,
-        }
+        facts, metric, complete = self.facts, self.facts.metric, self.facts.complete
+        shown = metric is not None and math.isfinite(metric)
+        same = facts.job, facts.run_id, facts.id.generation, facts.shards, facts.lineage
+        kind = *same, facts.iteration_counts, shown, complete is None, facts.suspect, self.shard
+        frame = _frames.get(kind)
+        if frame is None:
+            if len(_frames) >= MAX_FRAMES:
+                _frames.clear()
+            frame = _frames[kind] = self._frame()
+        text = frame % (
+            facts.id.version,
+            facts.iteration,
+            *((_JSON.encode(metric).encode(),) if shown else ()),
+            *((complete.generation, complete.version) if complete is not None else ()),
+            self.image_bytes,
+            self.header_bytes,
+            self.rank_state_bytes,
+            binascii.b2a_base64(self.digests, newline=False),
+            self.created_seconds,
+        )
         if self.encoding is not None:
-            values["encoding"] = self.encoding.as_json()
-        return records.with_check(_JSON.encode(values).encode())
+            text = text[:-1] + b',"encoding":%b}' % _JSON.encode(self.encoding.as_json()).encode()
+        return records.with_check(text)
+
+    def _frame(self) -> bytes:
+        """Return the JSON with holes for what differs between two versions of a run."""
+        values = {**records.head_of("manifest"), **self.facts.to_json(), "shard": self.shard}
+        fields = {
+            name: OF_FACTS.get(name) or _JSON.encode(value).replace("%", "%%")
+            for name, value in values.items()
+        }
+        texts = (f'"{name}":{text}' for name, text in {**fields, **OF_SHARD}.items())
+        return f"{{{','.join(texts)}}}".encode()
 
     @staticmethod
     def decode(data: bytes) -> Manifest:

@@ -36,10 +36,6 @@
 /* Increased with every change of the functions or structures below. */
 #define INTERFACE 5
 
-/* The copier is not woken for less: the barrier copies it in less time than the wake-up would take
-   from the training. */
-#define WAKE_BYTES (256 * 1024)
-
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
 typedef struct {
@@ -387,10 +383,11 @@ PUBLIC void tierckpt_desk_init(desk *d) {
 /* Copy head and tail of the image, around its blocks; the tail is followed by zeros up to
    `tail_room`. Release all blocks, and leave the job for the copier. Returns 0, and does nothing, if
    the copier still uses another job. The job's memory must stay until a later call has returned 1.
-   The copier is woken for a large job; a small one it finds when its wait is over. */
+   Without `wakes`, the copier finds it when its wait is over. */
 PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head, uint64_t head_bytes,
                               uint64_t blocks_bytes, const void *tail, uint64_t tail_bytes,
-                              uint64_t tail_room, const counters *watched, const uint32_t *before) {
+                              uint64_t tail_room, const counters *watched, const uint32_t *before,
+                              uint32_t wakes) {
     uint8_t *end = image + head_bytes + blocks_bytes;
     pthread_mutex_lock(&d->lock);
     uint32_t posted = d->job == NULL;
@@ -407,7 +404,7 @@ PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head,
         d->job = j;
         d->last = j;
         d->settled = 0;
-        if (blocks_bytes >= WAKE_BYTES)
+        if (wakes)
             wake_on(&d->turn, d->sleepers);
     }
     pthread_mutex_unlock(&d->lock);

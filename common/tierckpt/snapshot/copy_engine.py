@@ -31,6 +31,10 @@ VARIABLE = "TIERCKPT_COPY_ENGINE"
 INTERFACE = 5
 """Number in the C file; a library with another one is not used."""
 
+WAKE_BYTES = 256 * 1024
+"""The copier is not woken for less: the barrier copies it in less time than the wake-up would take
+from the training."""
+
 HELP_BYTES = 256 * 1024 * 1024
 """Limit of one call of the library's `help`: Python handles a signal only after it."""
 HELP_NANOSECONDS = 100_000_000
@@ -87,6 +91,7 @@ class Table:
         self._counters: Counters | None = None
         self._hash_address: int | None = None
         self._blank = b""
+        self._memory: type[ctypes.Array[ctypes.c_char]] = ctypes.c_char * 0
 
     def counters_of(self, records: TensorRecords | None) -> Counters | None:
         """The counters of the plan's tensors; the same object for the same records."""
@@ -96,14 +101,15 @@ class Table:
             self._counters = Counters(records)
         return self._counters
 
-    def blank(self, library: Library) -> bytes:
-        """The memory of a new job. A copy of a free lock is a free lock."""
+    def memory_of_job(self, library: Library) -> ctypes.Array[ctypes.c_char]:
+        """The memory of a new job: a copy, as a copy of a free lock is a free lock."""
         if self._hash_address != library.hash_address:
-            memory = (ctypes.c_uint64 * (library.job_bytes(self.count) // 8 + 1))()
-            at = ctypes.addressof(memory)
+            self._memory = ctypes.c_char * library.job_bytes(self.count)
+            first = self._memory()
+            at = ctypes.addressof(first)
             library.init(at, library.hash_address, self.segments, self.blocks, self.count)
-            self._blank, self._hash_address = bytes(memory), library.hash_address
-        return self._blank
+            self._blank, self._hash_address = first.raw, library.hash_address
+        return self._memory.from_buffer_copy(self._blank)
 
 
 class Library:
@@ -144,7 +150,7 @@ class Library:
         self.desk_init = _function(held, "desk_init", [pointer])
         image = [number, ctypes.c_char_p, number, number, ctypes.c_char_p, number, number]
         watched = [pointer, ctypes.c_char_p]
-        self.post = _function(held, "post", [pointer, pointer, *image, *watched], small)
+        self.post = _function(held, "post", [pointer, pointer, *image, *watched, small], small)
         self.settle = _function(held, "settle", [pointer, pointer])
         self.ring = _function(held, "ring", [pointer])
         self.job_bytes = _function(held, "job_bytes", [small], number)
@@ -180,8 +186,8 @@ class Job:
         """True once it was left for the copier."""
         self.unchanged = False
         """With the results: True if a barrier found the counters of its post unchanged."""
-        self._memory = bytearray(table.blank(library))
-        self._at = ctypes.addressof(ctypes.c_uint64.from_buffer(self._memory))
+        self._memory = table.memory_of_job(library)
+        self._at = ctypes.addressof(self._memory)
 
     def bind(self, target: int) -> None:
         """Set the target, the address of offset 0; nothing is copied before."""
@@ -241,7 +247,7 @@ class Job:
         high = low + (self._table.count + 2) * DIGEST_BYTES
         if not self.posted:
             low, high = low + DIGEST_BYTES, high - DIGEST_BYTES
-        return copy / 1e9, hashing / 1e9, bytes(self._memory[low:high])
+        return copy / 1e9, hashing / 1e9, self._memory[low:high]
 
     @property
     def copying(self) -> bool:
@@ -289,7 +295,7 @@ class Desk:
         job.posted = True  # before: an interrupt may come after the call
         self._kept.append((job, (owner, counted)))
         at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
-        if not self._library.post(*at, head, *sizes, watched, before):
+        if not self._library.post(*at, head, *sizes, watched, before, nbytes >= WAKE_BYTES):
             job.posted = False
             self._kept.pop()
             return False

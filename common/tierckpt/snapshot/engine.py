@@ -247,6 +247,7 @@ class NativeEngine(Job, Engine):
         self._plan, self._desk = plan, desk
         self._watch: Watch | None = None
         """Set if it wants to see each block."""
+        self._sealed = False
 
     def post(
         self, binding: Binding, head: bytes, tail: bytes, room: int, counters: bytes | None
@@ -292,10 +293,16 @@ class NativeEngine(Job, Engine):
 
     def end(self, sealed: bool) -> None:
         """See `Engine`."""
+        self._sealed = sealed
         if sealed:
             self._desk.settle(self)
         else:
             self.abort()
+
+    @property
+    def copying(self) -> bool:
+        """See `Engine`. No block is left after the seal."""
+        return not self._sealed and super().copying
 
 
 __all__ = ["BlockQueue", "Engine", "NativeEngine", "SnapshotError", "TorchEngine", "Watch"]

@@ -71,7 +71,7 @@ from tierckpt.state.names import parameter_of
 from tierckpt.storage.slot_pool import NoSlotError
 from tierckpt.storage.slots import Slot
 
-from .copy_engine import Desk, Progress
+from .copy_engine import WAKE_BYTES, Desk, Progress
 from .copy_plan import Binding, CopyPlan
 from .engine import Engine, SnapshotError, Watch
 
@@ -217,7 +217,7 @@ class Snapshot:
     """Levels of the version after the seal: `memory`, and perhaps `local`."""
     node: tree_codec.Packed | None
     """The packed rank tree."""
-    arena: tree_codec.Arena
+    arena: tree_codec.Arena | None
     """The tensors in the tree."""
     choose_slot: ChooseSlot
     on_done: Callable[[Snapshot], None]
@@ -252,6 +252,9 @@ class Snapshot:
         if not self._at_once:
             self.engine.release(self.plan.own_blocks)
         self._all_released = False
+        self._deferred = False
+        """True: no slot is free yet for a very small state. The barrier posts it, instead of the
+        copier's wait for the slot."""
         self._tree_todo: deque[int] = deque()
         """Blocks of the tree; empty until there is a slot."""
         self._tree_digests: list[bytes] = []
@@ -294,7 +297,7 @@ class Snapshot:
 
     def release(self, params: Iterable[torch.Tensor]) -> None:
         """Allow the copy of these parameters' layers from now on."""
-        if self._all_released:
+        if self._all_released or self._deferred:
             return
         if self._at_once:
             self._release(None)
@@ -304,17 +307,21 @@ class Snapshot:
 
     def release_all(self) -> None:
         """Allow the copy of everything from now on."""
-        if not self._all_released:
+        if not (self._all_released or self._deferred):
             self._release(None)
 
-    def _release(self, blocks: Iterable[int] | None) -> None:
+    def _release(self, blocks: Iterable[int] | None, in_barrier: bool = False) -> None:
         """Allow the copy of these blocks, of all with None, and have the copier start."""
         try:
             with self._lock:  # as `_take_submit`
                 submit, self.submit = self.submit, None
-            if submit is not None and self._at_once and self._post():
-                self._all_released = True
-                return
+            if submit is not None and self._at_once:
+                if self._post(may_defer=not in_barrier):
+                    self._all_released = True
+                    return
+                if self._deferred and not in_barrier:
+                    self.submit = submit
+                    return
             self.engine.release(blocks)
             self._all_released = blocks is None
             if submit is not None:
@@ -335,9 +342,9 @@ class Snapshot:
             submit, self.submit = self.submit, None
             return submit
 
-    def _post(self) -> bool:
+    def _post(self, may_defer: bool) -> bool:
         """Bind, release all, and leave the copier all work. False if it must bind itself, because
-        that takes time. No other thread knows the slot before."""
+        that takes time, or if that is deferred. No other thread knows the slot before."""
         try:
             if not self.engine.posts or not self.open or self.watch.each():
                 return False
@@ -351,6 +358,7 @@ class Snapshot:
                 self._binding = None
             return self.engine.posted
         except NoSlotError:
+            self._deferred = may_defer and self.plan.layout.nbytes < WAKE_BYTES
             return False
         except BaseException as error:
             self.fail(error)
@@ -365,7 +373,7 @@ class Snapshot:
         try:
             _faults.point("barrier", version=self.facts.id.version)
             if not self._all_released:
-                self._release(())  # the engine releases the rest
+                self._release((), in_barrier=True)  # the engine releases the rest
             if self._binding is None:
                 self._await_slot()
             while (progress := self.work(None)) is Progress.UNFINISHED:
@@ -395,7 +403,10 @@ class Snapshot:
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
         """Return True when it is over and `on_done` was called, False after the time-out."""
         self._report()  # if the copier has left since it failed
-        if timeout_seconds != 0.0 and not self._reported:
+        if timeout_seconds != 0.0 and not self._reported:  # no barrier may come
+            if self._deferred:
+                self._release_quietly()
+                self.start()
             self.engine.hurry()
         return self._wait_for(lambda: self._reported, timeout_seconds)
 
@@ -484,6 +495,7 @@ class Snapshot:
     def _encode(self) -> tree_codec.EncodedTree:
         """Encode the tree, once; sizes of the image are known then."""
         if self._tree is None:
+            assert self.arena is not None
             self._tree = tree_codec.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)
@@ -632,7 +644,7 @@ class Snapshot:
                 return
             self._reporting = True
         # As large as the state, perhaps.
-        self._tree, self.node, self.arena = None, None, tree_codec.Arena()
+        self._tree = self.node = self.arena = None
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called

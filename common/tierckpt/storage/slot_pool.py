@@ -342,9 +342,10 @@ class SlotPool:
     def filled(self, slot: Slot | None, sealed: VersionId | None) -> None:
         """Record that the snapshot in `slot` is done, and the version `sealed` that it holds."""
         with self._lock:
-            for index in [i for i in self._filling if self.slots[i] is slot]:
-                self._held[index] = sealed
-                self._filling.discard(index)
+            for index in tuple(self._filling):
+                if self.slots[index] is slot:
+                    self._held[index] = sealed
+                    self._filling.discard(index)
 
     def has_room(self, needed: Iterable[VersionId], pinned: set[str]) -> bool:
         """True when a slot is free besides those of `needed` versions, sealed or not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tierckpt.format import digest
 from tierckpt.snapshot import Desk, Job, Library, Progress, Table, copy_engine
+from tierckpt.snapshot.tensor_memory import records_of
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -25,6 +28,12 @@ def engine() -> Library:
     if found is None:
         pytest.skip("the copy engine is not built: python setup.py build_ext --inplace")
     return found
+
+
+@pytest.fixture
+def wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Posts wake the copier, however small their jobs are."""
+    monkeypatch.setattr(copy_engine, "WAKE_BYTES", 0)
 
 
 @pytest.fixture
@@ -185,6 +194,7 @@ def post(desk: Desk, job: Job, memory: Memory) -> tuple[bool, np.ndarray]:
     return posted, image
 
 
+@pytest.mark.usefixtures("wakes")
 def test_a_posted_job_is_copied_with_head_and_tail(engine: Library) -> None:
     memory, desk = Memory([[100], [64 * 1024, 7]]), Desk(engine)
     with running(lambda: desk.serve(30.0, 0.0)) as served:
@@ -243,6 +253,7 @@ def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Library) -> N
     assert left() is None
 
 
+@pytest.mark.usefixtures("wakes")
 def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Library) -> None:
     memory, desk = Memory([[100], [200]]), Desk(own_engine)
     inside, resume = threading.Event(), threading.Event()
@@ -273,6 +284,55 @@ def test_other_work_of_the_copier_does_not_make_it_forget_a_job(engine: Library)
     assert desk.serve(30.0, 0.0) is Progress.UNFINISHED
     assert desk.serve(30.0, 0.0) is Progress.COMPLETE
     assert desk.serve(0.0, 30.0) is Progress.IDLE
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_small_job_wakes_no_copier_and_is_copied_when_its_wait_is_over_or_it_is_hurried(
+    hurried: bool, engine: Library
+) -> None:
+    memory, desk = Memory([[100], [64 * 1024, 7]]), Desk(engine)
+    assert memory.table.nbytes < copy_engine.WAKE_BYTES
+    job = Job(engine, memory.table)
+    with running(lambda: desk.serve(60.0 if hurried else 0.5, 0.0)) as served:
+        time.sleep(0.2)
+        posted, image = post(desk, job, memory)
+        assert posted
+        if hurried:
+            desk.ring()
+    assert served == [Progress.UNFINISHED if hurried else Progress.COMPLETE]
+    assert image.tobytes().startswith(HEAD + memory.expected() + TAIL)
+
+
+def test_a_barrier_finds_counters_that_changed_and_memory_that_moved(engine: Library) -> None:
+    tensors = [torch.zeros(30), torch.zeros(40)]
+    aliases = [tensor.detach() for tensor in tensors]
+    records = records_of(tensors)
+    if records is None:
+        pytest.skip("torch's tensors are looked into by their methods")
+    memory, desk = Memory([[100], [200]]), Desk(engine)
+    image = np.zeros(len(HEAD) + 300 + ROOM, np.uint8)
+    parts = HEAD, 300, TAIL, ROOM
+
+    def unchanged(before: bytes | None) -> bool:
+        job = Job(engine, memory.table)
+        counters = memory.table.counters_of(records)
+        assert desk.post(job, image, image.ctypes.data, parts, (counters, before))
+        assert job.help() is Progress.COMPLETE
+        job.results()
+        desk.settle(job)
+        return job.unchanged
+
+    before = records.counters()
+    assert unchanged(before)
+    assert not unchanged(None)
+    assert not unchanged(b"")
+    tensors[1].add_(1)
+    assert not unchanged(before)
+    assert unchanged(records.counters())
+    before = records.counters()
+    tensors[0].untyped_storage().resize_(4096)
+    assert not unchanged(before)
+    del aliases
 
 
 def test_without_a_job_the_copier_returns_after_a_time(engine: Library) -> None:
