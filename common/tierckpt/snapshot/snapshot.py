@@ -207,7 +207,7 @@ class PhaseTimer(Struct):
         return {**asdict(self), "stall": stall}
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Snapshot:
     """One version on its way into a slot, see the module's text. Each method names its thread."""
 
@@ -235,43 +235,46 @@ class Snapshot:
     submit: Callable[[Snapshot], None] | None = None
     """Submits the snapshot to a copier; called once, by `start`."""
 
+    overwritten: bool = field(default=False, init=False)
+    """True if it failed because its sources were changed during the copy."""
+    starved: bool = field(default=False, init=False)
+    """True if it failed because no slot could be claimed in `bind_patience_seconds`."""
+    bind_patience_seconds: float = field(default=BIND_PATIENCE_SECONDS, init=False)
+    hopeless: Callable[[], bool] | None = field(default=None, init=False)
+    """Asked by the barrier while there is no slot: True if there will be none."""
+
+    _changed: threading.Condition | None = field(default=None, init=False)
+    """Of the lock, once a thread waits."""
+    _all_released: bool = field(default=False, init=False)
+    _deferred: bool = field(default=False, init=False)
+    """True: no slot is free yet for a very small state. The barrier posts it, instead of the
+    copier's wait for the slot."""
+    _digests: bytes | None = field(default=None, init=False)
+    """Those of the engine's blocks, once all are copied."""
+    _left: int = field(default=1, init=False)
+    """Blocks of the tree that are not copied, and one more for all of the engine's."""
+    _in_flight: int = field(default=0, init=False)
+    """Number of threads that use the slot."""
+    _reporting: bool = field(default=False, init=False)
+    _reported: bool = field(default=False, init=False)
+    _binding: Binding | None = field(default=None, init=False)
+    _header: bytes = field(default=b"", init=False)
+    _data_bytes: int = field(default=0, init=False)
+    _tree: tree_codec.EncodedTree | None = field(default=None, init=False)
+    _tree_bytes: int = field(default=0, init=False)
+
     def __post_init__(self) -> None:
         self.watch = Watch(self.facts.id.version, self.plan)
-        self.overwritten = False
-        """True if it failed because its sources were changed during the copy."""
-        self.starved = False
-        """True if it failed because no slot could be claimed in `bind_patience_seconds`."""
-        self.bind_patience_seconds = BIND_PATIENCE_SECONDS
-        self.hopeless: Callable[[], bool] = lambda: False
-        """Asked by the barrier while there is no slot: True if there will be none."""
         self._lock = threading.RLock()
-        self._changed: threading.Condition | None = None
-        """Of that lock, once a thread waits."""
         self._at_once = 0 < self.plan.layout.nbytes <= RELEASE_AT_ONCE_BYTES
         """True: the first released layer releases everything."""
         if not self._at_once:
             self.engine.release(self.plan.own_blocks)
-        self._all_released = False
-        self._deferred = False
-        """True: no slot is free yet for a very small state. The barrier posts it, instead of the
-        copier's wait for the slot."""
         self._tree_todo: deque[int] = deque()
         """Blocks of the tree; empty until there is a slot."""
         self._tree_digests: list[bytes] = []
-        self._digests: bytes | None = None
-        """Those of the engine's blocks, once all are copied."""
-        self._left = 1
-        """Blocks of the tree that are not copied, and one more for all of the engine's."""
-        self._in_flight = 0
-        """Number of threads that use the slot."""
-        self._reporting = self._reported = False
-        self._binding: Binding | None = None
         self._counters: bytes | None = self.plan.baseline
         """None once they were compared."""
-        self._header = b""
-        self._data_bytes = 0
-        self._tree: tree_codec.EncodedTree | None = None
-        self._tree_bytes = 0
         guard_memory_moves(self)
 
     @property
@@ -394,7 +397,7 @@ class Snapshot:
             bound = self._wait_for(
                 lambda: self._binding is not None or not self.open, LOOK_SECONDS
             )
-            if not bound and self.hopeless():
+            if not bound and self.hopeless is not None and self.hopeless():
                 break
         if not bound:
             self.starved = True
@@ -511,7 +514,10 @@ class Snapshot:
         if self.watch.trace is not None:
             self.watch.span("slot", start)
         _faults.point("refill", version=self.facts.id.version)
-        return Binding(self.slot)
+        if self.slot.bound is None:
+            self.slot.bound = Binding(self.slot)
+        binding: Binding = self.slot.bound
+        return binding
 
     def _bind(self) -> Binding:
         """Copier thread: claim a slot, and allow the copy into it."""

@@ -280,11 +280,13 @@ class SlotPool:
             raise NoSlotError("a slot must be made or mapped first")
         self._held[index] = None
         self._foreign.discard(index)
-        self._mappings.forget_removed()
+        if self._mappings.kept:
+            self._mappings.forget_removed()
         if slot is not None:
             slot.unseal()
             if fits:
-                slot.populate()
+                if not slot.is_populated:
+                    slot.populate()
                 self.on_map(slot)
                 return slot
             if removed:

@@ -35,6 +35,7 @@ import os
 import tempfile
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from tierckpt.config import Config
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
@@ -91,32 +92,34 @@ class Mappings:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[_Mapped] = deque(maxlen=MAX_KEPT)
+        self.kept: deque[_Mapped] = deque(maxlen=MAX_KEPT)
+        """Those that are kept now."""
 
     def take(self, path: Path) -> _Mapped:
         """The mapping of the file at `path`, a kept one or a new one."""
-        for mapped in self._kept:
+        for mapped in self.kept:
             if mapped.is_whole(path):
-                self._kept.remove(mapped)
+                self.kept.remove(mapped)
                 return mapped
         return _Mapped(path)
 
     def keep(self, mapped: _Mapped) -> None:
         """Keep a mapping for later."""
-        if len(self._kept) == MAX_KEPT:
-            self._kept.popleft().close()
-        self._kept.append(mapped)
+        if len(self.kept) == MAX_KEPT:
+            self.kept.popleft().close()
+        self.kept.append(mapped)
 
     def forget_removed(self) -> None:
         """Free the memory of files that were removed."""
-        for mapped in [m for m in self._kept if m.is_removed()]:
-            self._kept.remove(mapped)
-            mapped.close()
+        for mapped in tuple(self.kept):
+            if mapped.is_removed():
+                self.kept.remove(mapped)
+                mapped.close()
 
     def close(self) -> None:
         """Unmap all."""
-        while self._kept:
-            self._kept.pop().close()
+        while self.kept:
+            self.kept.pop().close()
 
 
 class ImageFile:
@@ -357,6 +360,8 @@ class Slot:
         self.seal_bytes = int.from_bytes(self._map[8:16], "little")
         self.registered_address = 0
         """Address of the image while it is page-locked for a GPU."""
+        self.bound: Any = None
+        """Kept here by who fills the slot, until the slot is closed. It keeps the image mapped."""
 
     @classmethod
     def create(
@@ -445,11 +450,11 @@ class Slot:
         """
         if self.seal_bytes < seal_bytes:
             return False
-        if self.file is None or store is None:
-            room = self.image_bytes
-            return (
-                self.file is None and store is None and image_bytes <= room <= image_bytes * 5 // 4
-            )
+        if self.file is None:
+            room = self._segment_bytes - self.seal_bytes
+            return store is None and image_bytes <= room <= image_bytes * 5 // 4
+        if store is None:
+            return False
         return self.file.can_be(store, image_bytes) and self.file.is_ours_alone()
 
     def seal(self, manifest: bytes) -> None:
@@ -487,6 +492,7 @@ class Slot:
 
     def close(self) -> None:
         """Unmap and close; the segment stays."""
+        self.bound = None
         with contextlib.suppress(BufferError):  # a view still exists, and frees it later
             self._map.close()
         file_lock.close(self.fd)

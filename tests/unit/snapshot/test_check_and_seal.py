@@ -43,6 +43,8 @@ class Hashing(BlockQueue, Engine):
 class Slot:
     """A slot in private memory."""
 
+    bound = None
+
     def __init__(self, nbytes: int) -> None:
         self.memory, self.sealed = memoryview(bytearray(nbytes)), False
 
