@@ -91,7 +91,7 @@ class Table:
         self._counters: Counters | None = None
         self._hash_address: int | None = None
         self._blank = b""
-        self._memory: type[ctypes.Array[ctypes.c_char]] = ctypes.c_char * 0
+        self._memory: Any = None
 
     def counters_of(self, records: TensorRecords | None) -> Counters | None:
         """The counters of the plan's tensors; the same object for the same records."""
@@ -101,8 +101,9 @@ class Table:
             self._counters = Counters(records)
         return self._counters
 
-    def memory_of_job(self, library: Library) -> ctypes.Array[ctypes.c_char]:
-        """The memory of a new job: a copy, as a copy of a free lock is a free lock."""
+    def memory_of_job(self, library: Library) -> Any:
+        """The memory of a new job, an array of characters. It is a copy of a prepared one: a copy
+        of a free lock is a free lock."""
         if self._hash_address != library.hash_address:
             self._memory = ctypes.c_char * library.job_bytes(self.count)
             first = self._memory()
@@ -210,16 +211,16 @@ class Job:
 
     def run(self, wait_seconds: float) -> Progress:
         """Copy released blocks, until none was released for `wait_seconds`."""
-        return _PROGRESS[self._library.run(self._at, int(1e9 * wait_seconds))]
+        return _PROGRESS[int(self._library.run(self._at, int(1e9 * wait_seconds)))]
 
     def wait(self, wait_seconds: float) -> Progress:
         """As `run`, but without copying: UNFINISHED if a block may be taken."""
-        return _PROGRESS[self._library.wait(self._at, int(1e9 * wait_seconds))]
+        return _PROGRESS[int(self._library.wait(self._at, int(1e9 * wait_seconds)))]
 
     def help(self) -> Progress:
         """Copy the released blocks that are left, and return when no thread copies one."""
         while True:
-            progress = _PROGRESS[self._library.help(self._at, HELP_BYTES, HELP_NANOSECONDS)]
+            progress = _PROGRESS[int(self._library.help(self._at, HELP_BYTES, HELP_NANOSECONDS))]
             if progress is not Progress.UNFINISHED:
                 return progress
 

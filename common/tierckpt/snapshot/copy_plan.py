@@ -84,13 +84,14 @@ class PlanCheck:
         self.aliases = list(map(torch.Tensor.detach, copied))
         """Aliases of `copied`. They keep the storages that the plan copies from, whatever becomes
         of the tensors."""
-        self._copied = _view_of([*copied], self.aliases)
+        self.copied = _view_of([*copied], self.aliases)
+        """The look into these tensors."""
         self._others: _ByMemory | _ByMethods | None = None
         if is_small(self._tensors):
             known = set(map(id, copied))
             if others := [t for t in self._tensors if id(t) not in known]:
                 self._others = _view_of(others)
-        self.baseline = self._copied.counters()
+        self.baseline = self.copied.counters()
         """Autograd's version counters at the last boundary, see `counters`."""
         self.lengths = [*map(torch.Tensor.numel, self._tensors)]
         """Numbers of elements of all tensors when the plan was made."""
@@ -111,7 +112,7 @@ class PlanCheck:
         )
         if not for_all:
             return False
-        found = self._copied.stand()
+        found = self.copied.stand()
         self.only_here = found is None and not is_small(self._tensors)
         if found is None or (self._others is not None and self._others.stand() is None):
             return False
@@ -132,7 +133,7 @@ class PlanCheck:
     def trained(self) -> bytes:
         """1 for each copied tensor that requires a gradient, else 0; as of the last call of
         `holds`. The same object while nothing has changed."""
-        return self._copied.trained
+        return self.copied.trained
 
     def views(self) -> list[_ByMemory | _ByMethods]:
         """Of all tensors that are looked into, the copied ones first. Raises ValueError if more is
@@ -154,17 +155,12 @@ class PlanCheck:
         """Autograd's version counters of the tensors that are copied, 32 bits each, 0 for inference
         tensors; empty if the memory of one was moved or freed since the plan was made. Any
         thread."""
-        return self._copied.counters()
-
-    @property
-    def records(self) -> TensorRecords | None:
-        """See `CopyPlan.records`."""
-        return self._copied.records
+        return self.copied.counters()
 
     def moved(self) -> list[int]:
         """Numbers of the tensors, of those that are copied, with other memory than when the plan
         was made. Any thread."""
-        return self._copied.moved()
+        return self.copied.moved()
 
 
 class _Dicts:
@@ -648,7 +644,7 @@ class CopyPlan:
     @property
     def records(self) -> TensorRecords | None:
         """Has the memory that `counters` looks into; None if that takes torch's methods."""
-        return self._check.records
+        return self._check.copied.records
 
     def changed_since(self, counters: bytes) -> list[str]:
         """Names of the tensors with changed counters."""

@@ -100,6 +100,7 @@ class Engine(Protocol):
 
     def hurry(self) -> None:
         """Have the copier complete a posted version: a thread waits for it. Any thread."""
+        ...
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """Allow the copy into this slot, from byte `start` on; nothing is copied before."""
@@ -151,6 +152,9 @@ class BlockQueue:
     def held(self) -> set[int]:
         """See `Engine`."""
         return {*self._held}
+
+    def hurry(self) -> None:
+        """See `Engine`. No version is posted."""
 
     def release(self, blocks: Iterable[int] | None) -> None:
         """See `Engine`."""

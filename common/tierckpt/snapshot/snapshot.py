@@ -7,13 +7,15 @@ The steps, with their threads:
 2. *release* (training thread): blocks of a layer may be copied once its allreduce has started. A
 small state is released as a whole, with its first layer. The first release wakes the copier: at the
 boundary it would only slow down the forward pass. (As long as slots must be made, which takes
-longer, it starts at once.) After one second without a release (an evaluation may follow the
-boundary), the copier releases the rest by itself.
+longer, it starts at once. A very small state does not wake it: see `copy_engine.WAKE_BYTES`.) After
+one second without a release (an evaluation may follow the boundary), the copier releases the rest
+by itself.
 
 3. *bind*: claim a slot that may be overwritten. The training thread does so when it releases a
 small state, if that does not wait and the engine can be *posted*: then it leaves the copier all
 work, in one call. Otherwise (a large state, a large tree, a vote that has not come, a slot to be
-made) the copier does, and waits.
+made) the copier does, and waits. If a very small state has no slot yet, the barrier posts it, and
+the copier claims one only if no barrier comes.
 
 4. *copy* (copier thread): the engine copies each block, and hashes it; blocks of the rank's tree
 follow when no others are released.
@@ -23,7 +25,9 @@ thread helps to copy instead of waiting for the copier, and returns when no bloc
 optimizer could change during its copy.
 
 6. *seal* (the thread that copied the last block, or saw that it was): digests, manifest, seal. If a
-version was posted, and no barrier comes for `LINGER_SECONDS`, the copier seals it.
+version was posted, and no barrier comes for `LINGER_SECONDS` after the copy, the copier seals it.
+It comes to a very small one when its wait of up to a second is over, or when a thread waits for
+the version.
 
 A failure means that it is never sealed. Training is not affected.
 
@@ -381,9 +385,8 @@ class Snapshot:
                 self._await_slot()
             while (progress := self.work(None)) is Progress.UNFINISHED:
                 pass
-            if progress is not Progress.ORDERED:
-                if not self._reported:
-                    self._wait_for(lambda: self._reported or self.failed, None)
+            if progress is not Progress.ORDERED and not self._reported:
+                self._wait_for(lambda: self._reported or self.failed, None)
         except BaseException as error:  # an interrupt (Ctrl-C): a block may have no copy
             self.fail(error)
             raise
@@ -394,9 +397,7 @@ class Snapshot:
     def _await_slot(self) -> None:
         deadline, bound = time.monotonic() + self.bind_patience_seconds, False
         while not bound and time.monotonic() < deadline:
-            bound = self._wait_for(
-                lambda: self._binding is not None or not self.open, LOOK_SECONDS
-            )
+            bound = self._wait_for(lambda: self._binding is not None or not self.open, LOOK_SECONDS)
             if not bound and self.hopeless is not None and self.hopeless():
                 break
         if not bound:
@@ -416,6 +417,8 @@ class Snapshot:
     def _wait_for(self, reached: Callable[[], bool], timeout_seconds: float | None) -> bool:
         """Wait until this is true, or for so long; returns whether it is. Any thread."""
         with self._lock:
+            if reached():
+                return True
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             return self._changed.wait_for(reached, timeout_seconds)

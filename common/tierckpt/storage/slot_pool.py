@@ -40,6 +40,9 @@ LOOK_SECONDS = 1.0
 """Interval between two looks for memory, while there is too little."""
 
 
+NO_VERSION = VersionId(-1, -1)
+
+
 class NoSlotError(Exception):
     """Every slot holds data that must not be overwritten."""
 
@@ -160,15 +163,17 @@ class SlotPool:
             raise
 
     def _free_index(self, protected: set[VersionId], pinned: set[str]) -> int:
-        reading = self._reading(pinned)
-        free = [
-            (index in self._read_since, held or VersionId(-1, -1), index)
-            for index, held in enumerate(self._held)
-            if index not in self._filling and index not in reading and held not in protected
-            if index < self.count or self.slots[index] is not None
-        ]
-        if free:
-            taken, _, index = min(free)
+        read = pinned or self._foreign or self._read_since
+        reading = self._reading(pinned) if read else frozenset[int]()
+        first: tuple[bool, VersionId, int] | None = None
+        for index, held in enumerate(self._held):
+            if index in self._filling or index in reading or held in protected:
+                continue
+            if index < self.count or self.slots[index] is not None:
+                place = index in self._read_since, held or NO_VERSION, index
+                first = place if first is None else min(first, place)
+        if first is not None:
+            taken, _, index = first
             if taken and index not in self._taken:
                 self._taken.add(index)
                 self._taken_seconds *= 2

@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import mmap
 import os
@@ -334,6 +335,7 @@ _SEAL_HEAD_BYTES = 24
 """Magic, length of the seal area, length of the manifest."""
 
 
+@functools.lru_cache
 def seal_area_bytes(blocks: int, runs: int = 1) -> int:
     """Room for a manifest with the digests of the header and `blocks` blocks (base64), and a
     lineage of `runs` runs."""

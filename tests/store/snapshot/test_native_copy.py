@@ -7,6 +7,8 @@ import ctypes
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,15 @@ from tests.support import limits
 from tests.support.late_copies import without_the_engine
 from tests.support.thorough import points
 from tests.support.tiny_course import STEPS, versions_on_disk
-from tierckpt.snapshot import NativeEngine, Snapshot, TorchEngine, describe_engine, find_engine
+from tierckpt.coordination import Agreement
+from tierckpt.snapshot import (
+    Desk,
+    NativeEngine,
+    Snapshot,
+    TorchEngine,
+    describe_engine,
+    find_engine,
+)
 from tierckpt.testing import TinyJob, run_in_child, train
 
 pytestmark = pytest.mark.usefixtures("inline_agent")
@@ -201,6 +211,72 @@ def test_a_step_as_short_as_that_leaves_the_interpreter_to_the_training(
                 job.train_one()
     assert submitted == []
     assert sealed_by[:4] == [threading.main_thread().name] * 4
+
+
+def without_last_word(patch: pytest.MonkeyPatch, has: Callable[[], bool]) -> None:
+    """The votes come when `has` says so."""
+    patch.setattr(Agreement, "has_last_word", property(lambda _: has()))
+
+
+def test_a_small_state_whose_slot_is_not_free_yet_is_posted_by_the_barrier(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copier does not wait for the slot, with Python beside the training."""
+    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
+    limits.COPIER_LINGERS.set(monkeypatch, 1e6)
+    limits.COPIER_QUIET.set(monkeypatch, 1e6)
+    barriers, posted, submitted = [False], list[bool](), list[object]()
+    barrier, post = Snapshot.barrier, Desk.post
+
+    def in_barrier(self: Snapshot) -> None:
+        barriers[0] = True
+        barrier(self)
+        barriers[0] = False
+
+    def noted(self: Desk, *args: Any) -> bool:
+        posted.append(barriers[0])
+        return post(self, *args)
+
+    with TinyJob(path, **settings) as job:
+        job.run(4)  # slots are made by the copier
+        job.train_one()
+        with monkeypatch.context() as patch:
+            patch.setattr(job.checkpointer._active._copier, "submit", submitted.append)
+            patch.setattr(Snapshot, "barrier", in_barrier)
+            patch.setattr(Desk, "post", noted)
+            without_last_word(patch, lambda: barriers[0])
+            for _ in range(4):
+                job.checkpointer.step()
+                job.train_one()
+    assert posted == [True] * 4
+    assert submitted == []
+    assert [e.version for e in job.heard("sealed")] == [*range(1, 9)]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_small_state_whose_slot_is_not_free_yet_is_sealed_though_no_barrier_comes(
+    quiet: bool, path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a quiet time, or at once when a thread waits for it."""
+    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
+    if not quiet:
+        limits.COPIER_QUIET.set(monkeypatch, 1e6)
+    with TinyJob(path, **settings) as job:
+        job.run(4)
+        job.train_one()
+        with monkeypatch.context() as patch:
+            without_last_word(patch, lambda: False)
+            job.checkpointer.step()
+            taken = job.checkpointer._active.snapshot
+            assert taken is not None
+            assert taken.submit is not None, "no thread has it"
+            if quiet:
+                deadline = time.monotonic() + 60.0
+                while not taken.over and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            else:
+                assert taken.wait_done(60.0)
+            assert taken.sealed
 
 
 # --- interrupted ---------------------------------------------------------------------------------
