@@ -20,7 +20,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from tierckpt.format.ids import VersionId
 from tierckpt.storage.health import memory_room
@@ -163,8 +163,9 @@ class SlotPool:
             raise
 
     def _free_index(self, protected: set[VersionId], pinned: set[str]) -> int:
-        read = pinned or self._foreign or self._read_since
-        reading = self._reading(pinned) if read else frozenset[int]()
+        reading: Collection[int] = ()
+        if pinned or self._foreign or self._read_since:
+            reading = self._reading(pinned)
         first: tuple[bool, VersionId, int] | None = None
         for index, held in enumerate(self._held):
             if index in self._filling or index in reading or held in protected:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tierckpt.format import digest
-from tierckpt.snapshot import Desk, Job, Library, Progress, Table, copy_engine
-from tierckpt.snapshot.tensor_memory import records_of
+from tierckpt.snapshot import CopyPlan, Desk, Job, Library, Progress, Table, copy_engine
+from tierckpt.state import TrainingState
 
 Hash = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -304,35 +304,34 @@ def test_a_small_job_wakes_no_copier_and_is_copied_when_its_wait_is_over_or_it_i
 
 
 def test_a_barrier_finds_counters_that_changed_and_memory_that_moved(engine: Library) -> None:
-    tensors = [torch.zeros(30), torch.zeros(40)]
-    aliases = [tensor.detach() for tensor in tensors]
-    records = records_of(tensors)
+    model, desk = torch.nn.Linear(30, 30), Desk(engine)
+    state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters(), 0.1)})
+    plan = CopyPlan(state, state.walk(), 0, 1)
+    table, records, nbytes = plan.table(), plan.records, plan.layout.nbytes
     if records is None:
-        pytest.skip("torch's tensors are looked into by their methods")
-    memory, desk = Memory([[100], [200]]), Desk(engine)
-    image = np.zeros(len(HEAD) + 300 + ROOM, np.uint8)
-    parts = HEAD, 300, TAIL, ROOM
+        pytest.skip("tensors are looked into by torch's methods")
+    assert table is not None
+    image = np.zeros(len(HEAD) + nbytes + ROOM, np.uint8)
 
     def unchanged(before: bytes | None) -> bool:
-        job = Job(engine, memory.table)
-        counters = memory.table.counters_of(records)
-        assert desk.post(job, image, image.ctypes.data, parts, (counters, before))
+        job, counted = Job(engine, table), (table.counters_of(records), before)
+        assert desk.post(job, plan, image.ctypes.data, (HEAD, nbytes, TAIL, ROOM), counted)
         assert job.help() is Progress.COMPLETE
         job.results()
         desk.settle(job)
         return job.unchanged
 
-    before = records.counters()
+    before = plan.counters()
     assert unchanged(before)
     assert not unchanged(None)
     assert not unchanged(b"")
-    tensors[1].add_(1)
+    with torch.no_grad():
+        model.weight.add_(1)
     assert not unchanged(before)
-    assert unchanged(records.counters())
-    before = records.counters()
-    tensors[0].untyped_storage().resize_(4096)
+    before = plan.counters()
+    assert unchanged(before)
+    model.bias.data.untyped_storage().resize_(4096)
     assert not unchanged(before)
-    del aliases
 
 
 def test_without_a_job_the_copier_returns_after_a_time(engine: Library) -> None:
