@@ -140,7 +140,7 @@ class PlanCheck:
         looked at."""
         if self._has_odd:
             raise ValueError("odd state is walked")
-        return [self._copied, *([] if self._others is None else [self._others])]
+        return [self.copied, *([] if self._others is None else [self._others])]
 
     def _odd_holds(self, state: TrainingState) -> bool:
         """Compare odd state: numbers are new objects at every step, and lists hold tensors."""
@@ -242,10 +242,6 @@ class _ByMemory:
             return None
         return self.records.counted()
 
-    def records(self) -> TensorRecords:
-        """What it compares."""
-        return self._records
-
     def _stand_by_methods(self) -> bool:
         """A second opinion: torch may keep more in that memory than what matters here."""
         if self.records.counters() is None or not _same_tensors(self._tensors, self._aliases):
@@ -274,11 +270,6 @@ class _ByMethods:
         self._uncounted = any(map(torch.Tensor.is_inference, tensors))
         self._chunks = [slice(low, low + CHUNK) for low in range(0, len(tensors), CHUNK)]
         self.trained = bytes(map(requires_grad, tensors))
-
-    def records(self) -> None:
-        """None without tensors; else raises ValueError."""
-        if self._tensors:
-            raise ValueError("tensors are looked into by their methods")
 
     def stand(self) -> bytes | None:
         """The version counters, if all tensors are as they were."""
@@ -379,7 +370,9 @@ class Watch:
         objects = state.objects()
         if objects is None:
             raise ValueError("the state depends on more than these objects")
-        records = [view.records() for view in views]
+        if any(view.records is None and view._tensors for view in views):
+            raise ValueError("tensors are looked into by their methods")
+        records = [view.records for view in views]
         self._counted, self._looks, self._found = records[0], state.looks, state.module_states
         self.asks_none = objects.asks_none
         """True if no module and no optimizer is queried for a version."""
