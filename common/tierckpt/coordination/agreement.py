@@ -454,10 +454,13 @@ class Agreement:
         """Return versions in memory that must not be overwritten, as known at this boundary."""
         return self.memory.protected() - {newest}
 
-    @property
-    def has_last_word(self) -> bool:
-        """True if `last_word` will not wait. Training thread."""
-        return self._ballot is None or self._ballot.is_here()
+    def last_word_now(self, protected: set[VersionId]) -> set[VersionId] | None:
+        """As `last_word`; None instead of a wait. Training thread."""
+        ballot = self._ballot
+        if ballot is not None and ballot.is_plain and ballot.pending.is_unanimous():
+            about = ballot.about.get(MEMORY)  # all have voted that it is complete
+            return protected if about is None else superseded_by(about.id, protected)
+        return self.last_word(protected) if ballot is None or ballot.is_here() else None
 
     def last_word(self, protected: set[VersionId], waits: bool = True) -> set[VersionId]:
         """Return `protected`, corrected by the vote of this very boundary. Copier thread. Waits for
@@ -470,8 +473,6 @@ class Agreement:
         ballot = self._ballot
         if ballot is None or (about := ballot.about.get(MEMORY)) is None:
             return protected
-        if ballot.is_plain and ballot.pending.is_unanimous():
-            return superseded_by(about.id, protected)  # all have voted that it is complete
         if not (waits or ballot.is_here()):
             return protected
         try:

@@ -393,9 +393,9 @@ class SlotHandoff:
         def choose(blocks: int, image_bytes: int, at_once: bool = False) -> Slot:
             seal_bytes, pool = seal_area_bytes(blocks, runs), self._pool
             if at_once:
-                if not self._agreement.has_last_word:
+                proven = self._agreement.last_word_now(protected)
+                if proven is None:
                     raise NoSlotError("the ranks have not voted yet")
-                proven = self._agreement.last_word(protected)
                 return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes, True)
             try:
                 known = self._agreement.last_word(protected, waits=False)

@@ -341,6 +341,8 @@ class Packed:
         self.rows: tuple[str, ...] | None = None
         """The table of tensors of the tree that was encoded last with this node, and its head."""
         self.head = b""
+        self.of_bytes: tuple[tuple[int, ...], bytes] = ((), b"")
+        """Lengths of bytes, and the head of a tree with nothing else."""
 
 
 def _text_of(node: Any) -> str:
@@ -382,6 +384,9 @@ class Arena:
         return {TAG: "item", "v": len(self.tensors) - 1}
 
 
+ONLY_BYTES = {bytes}
+
+
 class EncodedTree:
     """A packed tree and its arena's tensors as bytes: 8 bytes of length, JSON, raw tensor data.
 
@@ -393,9 +398,17 @@ class EncodedTree:
     def __init__(self, node: Any, arena: Arena) -> None:
         """Takes the tensors out of `arena`. The node, and values of a dict, may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
-        small: list[Any] = [_head_of(node if isinstance(node, Packed) else Packed(node), tensors)]
+        node = node if isinstance(node, Packed) else Packed(node)
+        only_bytes = set(map(type, tensors)) == ONLY_BYTES  # the usual tree, at each step
+        lengths, head = node.of_bytes
+        if not only_bytes:
+            head = _head_of(node, tensors)
+        elif lengths != (now := tuple(map(len, tensors))):
+            head = _head_of(node, tensors)
+            node.of_bytes = now, head
+        small: list[Any] = [head, *tensors] if only_bytes else [head]
         parts: list[torch.Tensor | bytes] = []
-        for tensor in tensors:
+        for tensor in () if only_bytes else tensors:
             if isinstance(tensor, bytes):
                 small.append(tensor)
                 continue
