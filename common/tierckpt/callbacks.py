@@ -11,7 +11,7 @@ They are the same for every adapter::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -109,6 +109,8 @@ class CallbackList:
         self._job: Job | None = None
         self.depth = 0
         """Number of nested calls of methods that are not COLLECTIVE."""
+        self.on_added: Callable[[], None] = lambda: None
+        """Called when one more is registered."""
 
     def __bool__(self) -> bool:
         return bool(self._registered)
@@ -116,6 +118,7 @@ class CallbackList:
     def add(self, callbacks: Callbacks) -> None:
         """Register one more."""
         self._registered += check_callbacks([callbacks])
+        self.on_added()
         if self._job is not None:
             self._call_one(len(self._registered) - 1, callbacks, "on_attached", (self._job,))
 

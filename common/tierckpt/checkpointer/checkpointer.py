@@ -15,6 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, Unpack
 
@@ -70,6 +71,12 @@ class UserCallbacks(Part):
 
     def __init__(self, callbacks: CallbackList) -> None:
         self._callbacks = callbacks
+        if not callbacks:
+            self.sleep(*self.STEPPED)
+            callbacks.on_added = partial(self.wake, *self.STEPPED)
+
+    STEPPED = "released", "boundary_ends"
+    """Moments of each step."""
 
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
@@ -84,13 +91,11 @@ class UserCallbacks(Part):
         launched_seconds: float | None,
     ) -> None:
         """Call `on_allreduce_launched`."""
-        if self._callbacks:
-            self._callbacks.call("on_allreduce_launched", params)
+        self._callbacks.call("on_allreduce_launched", params)
 
     def boundary_ends(self, at: Boundary) -> None:
         """Call `on_step_boundary`."""
-        if self._callbacks:
-            self._callbacks.call("on_step_boundary", at.id.version)
+        self._callbacks.call("on_step_boundary", at.id.version)
 
     def restored(self, result: Restored) -> None:
         """Call `on_restored`."""
