@@ -11,7 +11,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define BALLOTS_INTERFACE 1
+#define BALLOTS_INTERFACE 2
 
 typedef struct {
     uint8_t *page;
@@ -60,19 +60,20 @@ PUBLIC int tierckpt_ballots_unanimous(const box *b, uint64_t turn) {
 }
 
 /* Casts this rank's vote of that turn again, as the next turn's and with another place. The vote is
-   there. If the next one is there as well, an interrupt came after it was written, and others may
-   have read it. */
-PUBLIC void tierckpt_ballots_repeat(const box *b, uint64_t turn, int64_t place) {
+   there. 0, and nothing is written, if the next one is there as well: an interrupt came after it was
+   written, and others may have read it. */
+PUBLIC int tierckpt_ballots_repeat(const box *b, uint64_t turn, int64_t place) {
     uint8_t *row = row_of(b, turn + 1, b->rank);
     int64_t places[2] = {place, ~place};
     uint64_t there;
     memcpy(&there, row, sizeof there);
     if (there == turn + 1)
-        return;
+        return 0;
     memcpy(row + sizeof turn, row_of(b, turn, b->rank) + sizeof turn, b->written - sizeof turn);
     memcpy(row + b->place, places, sizeof places);
     turn++;
     memcpy(row, &turn, sizeof turn);
     uint32_t sum = checksum(row, b->written);
     memcpy(row + b->written, &sum, sizeof sum);
+    return 1;
 }

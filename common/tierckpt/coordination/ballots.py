@@ -143,10 +143,9 @@ class _Box(ctypes.Structure):
 
 
 class NativePage:
-    """The C functions that compare and repeat rows of a page. The page cannot be closed while this
-    exists."""
+    """The C functions that compare and repeat rows of a page, for as long as it is open."""
 
-    INTERFACE = 1
+    INTERFACE = 2
     """Number in the C file."""
 
     def __init__(self, path: str, page: mmap.mmap, box: _Box) -> None:
@@ -155,15 +154,14 @@ class NativePage:
         library = ctypes.PyDLL(path)  # it is quicker than to give the interpreter away
         if library.tierckpt_ballots_interface() != self.INTERFACE:
             raise ValueError(f"{path} is of another version of Tierckpt")
-        self._memory = (ctypes.c_char * len(page)).from_buffer(page)
         self._box = box
-        box.page = ctypes.addressof(self._memory)
+        # The address alone: a page with a buffer that somebody holds cannot be closed.
+        box.page = ctypes.addressof(ctypes.c_char.from_buffer(page))
         self._at = ctypes.addressof(box)
         self._unanimous = library.tierckpt_ballots_unanimous
         self._unanimous.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         self._repeat = library.tierckpt_ballots_repeat
         self._repeat.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64]
-        self._repeat.restype = None
 
     @classmethod
     def of(cls, page: mmap.mmap, box: _Box) -> NativePage | None:
@@ -181,9 +179,10 @@ class NativePage:
         """True if all ranks' rows of that turn are this rank's."""
         return bool(self._unanimous(self._at, turn))
 
-    def repeat(self, turn: int, place: int) -> None:
-        """Write this rank's row of that turn again, as the next one's and with another place."""
-        self._repeat(self._at, turn, place)
+    def repeat(self, turn: int, place: int) -> bool:
+        """Write this rank's row of that turn again, as the next one's and with another place. False
+        if that one was there already."""
+        return bool(self._repeat(self._at, turn, place))
 
 
 class SharedBallots:
@@ -225,7 +224,7 @@ class SharedBallots:
         turn, rank = self.turn + 1, self._group.rank
         at = self._place(turn, rank)
         votes: Votes = [None] * self._group.size
-        whole = b""
+        whole = None
         with self._open:
             page = self._opened()
             # An interrupt right after the write leaves it there: others may have read it.
@@ -237,7 +236,7 @@ class SharedBallots:
                 page[at : at + len(whole)] = whole
                 votes[rank] = values, tuple(own)
         self.turn = turn  # last: a vote that an interrupt kept from being written is not cast
-        return _Pending(self, turn, votes, bool(own), b"" if own else whole)
+        return _Pending(self, turn, votes, bool(own), None if own else whole)
 
     def repeat(self, place: int) -> Cast | None:
         """Cast as Ballots says."""
@@ -246,9 +245,10 @@ class SharedBallots:
             return None
         with self._open:
             self._opened()
-            native.repeat(turn, place)
+            written = native.repeat(turn, place)
         self.turn = turn + 1
-        return _Pending(self, turn + 1, [None] * self._group.size, False, b"")
+        votes: Votes = [None] * self._group.size
+        return _Pending(self, turn + 1, votes, False, b"" if written else None)
 
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
@@ -270,7 +270,6 @@ class SharedBallots:
         """Close as Ballots says."""
         self.leave()
         with self._open:
-            self._native = None
             if self._page is not None:
                 self._page.close()
             self._page = None
@@ -435,10 +434,15 @@ class _Pending:
     """The vote of SharedBallots: any thread may wait, more than once."""
 
     def __init__(
-        self, ballots: SharedBallots, turn: int, votes: Votes, with_own: bool, row: bytes
+        self,
+        ballots: SharedBallots,
+        turn: int,
+        votes: Votes,
+        with_own: bool,
+        row: bytes | None,
     ) -> None:
-        """`votes`: those known already, by rank. `row`: this rank's as it was written; empty if it
-        was repeated, or gave integers along."""
+        """`votes`: those known already, by rank. `row`: this rank's as it was written now; empty if
+        it was repeated; None if it gave integers along, or is one that an interrupt left there."""
         self._ballots, self._turn, self._with_own = ballots, turn, with_own
         self._votes, self._row = votes, row
         self._lock = threading.Lock()
@@ -466,7 +470,7 @@ class _Pending:
 
     def is_unanimous(self) -> bool:
         # The usual case, without a look at single numbers.
-        return not self._with_own and self._ballots.is_cast_by_all(self._turn, self._row)
+        return self._row is not None and self._ballots.is_cast_by_all(self._turn, self._row)
 
     def _wait(self) -> tuple[list[int], Rows]:
         if self._result is None and self.is_unanimous():
@@ -739,7 +743,10 @@ class _Reduced:
         return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
 
     def is_unanimous(self) -> bool:
-        return self._own is None and self.vote.done() and self.vote.wait() == self.values
+        try:
+            return self._own is None and self.vote.done() and self.vote.wait() == self.values
+        except RuntimeError:  # a way of the votes is lost: `read` finds out what is left
+            return False
 
     def missing(self) -> list[int]:
         return []  # a reduction does not report the missing ranks

@@ -55,6 +55,10 @@ Notice = Callable[[str, int], None]
 """Takes text and severity."""
 
 
+CALM = frozenset(("read", "vote"))
+"""Moments that can wait for a look while nobody asks for an end."""
+
+
 class HaltController(EarlyEnd, Part):
     """One rank's part in halting. Training thread; signals are handled only on the main thread."""
 
@@ -63,7 +67,7 @@ class HaltController(EarlyEnd, Part):
         VoteField("unattended"),
         VoteField("halt_seconds", NEVER_SECONDS),
     )
-    patient = frozenset(("read", "vote"))
+    patient = CALM
 
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
@@ -149,7 +153,10 @@ class HaltController(EarlyEnd, Part):
         self._voted_seconds = time.monotonic()
         watcher, cloud = self._watcher, self._preemption
         found = watcher.requests or watcher.problems or cloud.notice or cloud.problem
-        if not (self._signals.received or found or self._awaits):
+        is_calm = not (self._signals.received or found or self._awaits)
+        if is_calm is not bool(self.patient):  # each version counts while something is awaited
+            self.wait_for_looks(*(CALM if is_calm else ()))
+        if is_calm:
             return HaltVote(silent=silent)
         reason = Reason.NONE if self.reason < Reason.NONE else self._find(version)
         return HaltVote(reason, silent, self._seconds_left())

@@ -374,6 +374,7 @@ class Watch:
             raise ValueError("tensors are looked into by their methods")
         records = [view.records for view in views]
         self._counted, self._looks, self._found = records[0], state.looks, state.module_states
+        self._optimizers = [(each, vars(each)) for each in state.optimizers.values()]
         self.asks_none = objects.asks_none
         """True if no module and no optimizer is queried for a version."""
         fixed, followed = Memory(), Memory()
@@ -413,6 +414,9 @@ class Watch:
         """The version counters, if all is as it was; takes in changed options of modules."""
         if state.looks != self._looks or state.module_states is not self._found:
             return None
+        for optimizer, held in self._optimizers:
+            if vars(optimizer) is not held:
+                return None
         changed = self._guard.look()
         if changed is None or (changed and not self._may_change(changed, state)):
             return None
@@ -561,13 +565,15 @@ class CopyPlan:
         """True while all tensors are the same objects, and those that this rank copies are at the
         same addresses, with the same kinds, as when the plan was made. `whole`: also compare the
         lengths of those that it does not copy."""
-        if self.watch is not None:
-            counters = self.watch.stand(state)
+        # Without it until it has succeeded: it would not see a change again that an interrupt kept
+        # from being taken in.
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            counters = watch.stand(state)
             if counters is not None and not (whole and self._check.has_other_lengths()):
-                self._check.baseline = counters
+                self._check.baseline, self.watch = counters, watch
                 return True
             self._pause = self._longest_pause = min(2 * self._longest_pause, MAX_PAUSE)
-        self.watch = None
         if not (self._check.holds(state, whole) and self._buffers_fit(state)):
             return False
         self.trained = self._trained_now()

@@ -128,7 +128,7 @@ class Staging:
         """The last adapter's node and tree. No plain dict or list in them is used again, so the
         same object has the same contents."""
         self._parts: tuple[Any, ...] = ()
-        """The parts of that tree, see `_repeats`."""
+        """The parts of that tree, see `_repeats`; empty if it has more, or may be unfinished."""
         self._rng: dict[str, Any] = {}
         """States of the generators, see `Watch.rng_stands`."""
         self._groups: Any = {}
@@ -252,7 +252,7 @@ class Staging:
         if not quiet and (node["remainders"] or not self._leave_weights()):
             plan.read_counters()  # a state_dict() may swap weights and swap them back
         tree = self._packed(node)
-        self._parts = parts
+        self._parts = () if FILES in node else parts
         return plan, tree, arena
 
     def _repeats(self, watch: Watch | None, parts: tuple[Any, ...]) -> bool:
@@ -264,6 +264,7 @@ class Staging:
             and watch.groups_stand
             and watch.asks_none
             and not (state.extra or state.extra_per_rank or state.routed.kept)
+            and bool(self._parts)
             and all(map(is_, parts, self._parts))
         )
 

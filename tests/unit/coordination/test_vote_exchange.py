@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -30,7 +31,7 @@ from tierckpt.coordination import (
 )
 from tierckpt.core import PLACES, VOTE_WIDTH
 from tierckpt.format import VersionId
-from tierckpt.group import Node
+from tierckpt.group import Node, SingleGroup
 from tierckpt.snapshot import find_engine
 from tierckpt.testing import ThreadGroup, run_ranks
 
@@ -151,7 +152,8 @@ def test_a_repeated_vote_is_the_row_that_a_new_one_would_be() -> None:
         box.close()
         with pytest.raises(RuntimeError, match="the job ended"):
             pending.is_unanimous() or pending.missing()
-        assert box.repeat(1) is None
+        with pytest.raises(RuntimeError, match="the job ended"):
+            box.repeat(1)
         return found
 
     def placed(values: list[int], place: int, other: int | None = None) -> list[int]:
@@ -168,6 +170,61 @@ def test_a_repeated_vote_is_the_row_that_a_new_one_would_be() -> None:
         for turn in range(2, 3 * limits.BALLOT_TURNS.value)
     ]
     assert run_ranks(2, program) == [expected] * 2
+
+
+def test_a_vote_that_an_interrupt_left_on_the_page_is_read_number_by_number() -> None:
+    """The next vote of the rank is of the same turn, and others may have read the one before."""
+
+    def program(group: ThreadGroup) -> tuple[bool, list[int]]:
+        box = on_page(group, VOTE_WIDTH)
+        box.all_reduce_min([0] * VOTE_WIDTH)
+        box.turn -= 1  # the interrupt came after the row was written
+        group.barrier()
+        again = box.all_reduce_min([1] * VOTE_WIDTH)
+        group.barrier()
+        found = again.is_unanimous(), again.wait()
+        group.barrier()
+        box.close()
+        return found
+
+    assert run_ranks(2, program) == [(False, [0] * VOTE_WIDTH)] * 2
+
+
+def test_ballots_close_while_an_error_has_a_frame_of_the_page() -> None:
+    def program(group: ThreadGroup) -> bool:
+        box = on_page(group, VOTE_WIDTH)
+        cast: Any = box.all_reduce_min([0] * VOTE_WIDTH)
+        native = box._native
+        box.close()
+        assert native is box._native
+        return bool(cast.is_unanimous())
+
+    assert run_ranks(2, program) == [False] * 2
+
+
+class LostTree:
+    """A tree that is lost after some votes."""
+
+    turn, lost = 0, False
+
+    def all_reduce_min(self, values: list[int]) -> Any:
+        self.turn += 1
+
+        def wait() -> list[int]:
+            if self.lost:
+                raise RankGoneError("rank 3 was gone before it reached this boundary")
+            return values
+
+        return SimpleNamespace(done=lambda: True, wait=wait)
+
+
+def test_a_vote_of_a_lost_tree_is_no_result_yet() -> None:
+    """So the boundary that reads it recovers."""
+    tree: Any = LostTree()
+    cast = GroupBallots(SingleGroup(), VOTE_WIDTH, tree).all_reduce_min([3] * VOTE_WIDTH)
+    assert cast.is_unanimous()
+    tree.lost = True
+    assert not cast.is_unanimous()
 
 
 def test_equal_rows_are_a_result_only_if_every_byte_is_there() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tierckpt.snapshot import CopyPlan, Staging, describe_engine, find_engine
-from tierckpt.state import EncodedTree, TrainingState
+from tierckpt.state import EncodedTree, KeptFile, TrainingState
 
 
 class Part(torch.nn.Module):
@@ -382,6 +382,77 @@ def test_a_generator_that_is_replaced_is_read(
             assert staged(it) == every_object(job.state)
     finally:
         np.random.set_bit_generator(bits)
+
+
+INTERRUPTED: dict[str, Callable[[Job], Any]] = {
+    "a rate": lambda job: set_item(job.optimizer.param_groups[1], "lr", 0.0125),
+    "an option": lambda job: setattr(job.part.drop, "p", 0.9),
+    "a draw": lambda job: random.random(),
+}
+
+
+@pytest.mark.parametrize("change", INTERRUPTED)
+def test_a_change_is_seen_after_an_interrupt_during_the_look(
+    change: str, job: Job, every_object: Callable[..., dict[str, Any]]
+) -> None:
+    it = warmed_up(job)
+    assert it.plan is not None
+    assert it.plan.watch is not None
+    guard = it.plan.watch._guard
+    look = guard._look
+
+    def interrupted(at: int) -> int:
+        look(at)
+        raise KeyboardInterrupt
+
+    guard._look = interrupted
+    INTERRUPTED[change](job)
+    with pytest.raises(KeyboardInterrupt):
+        staged(it)
+    for _ in range(3):
+        assert staged(it) == every_object(job.state)
+
+
+def test_options_are_read_after_a_boundary_that_failed(
+    job: Job, every_object: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = warmed_up(job)
+    assert it.plan is not None
+    with monkeypatch.context() as patch:
+
+        def fails() -> None:
+            raise MemoryError
+
+        patch.setattr(it.plan.buffers, "stage", fails)
+        job.part.drop.p = 0.6
+        with pytest.raises(MemoryError):
+            staged(it)
+    for chance in (0.6, 0.7, 0.8):
+        job.part.drop.p = chance
+        assert staged(it) == every_object(job.state)
+
+
+def test_files_that_are_gone_are_not_in_the_tree(
+    job: Job, every_object: Callable[..., dict[str, Any]]
+) -> None:
+    it = warmed_up(job)
+    job.state.routed.kept = {"index.bin": KeptFile(torch.arange(50, dtype=torch.uint8), 0o600)}
+    for _ in range(2):
+        assert b"index.bin" in staged(it)["tree"]
+    job.state.routed.replace([])
+    for _ in range(3):
+        found = staged(it)
+        assert b"index.bin" not in found["tree"]
+        assert found == every_object(job.state)
+
+
+def test_attributes_of_an_optimizer_that_are_replaced_are_seen(
+    job: Job, every_object: Callable[..., dict[str, Any]]
+) -> None:
+    it = warmed_up(job)
+    job.optimizer.__dict__ = dict(job.optimizer.__dict__)
+    job.optimizer.param_groups = [{**group, "lr": 0.777} for group in job.optimizer.param_groups]
+    assert staged(it) == every_object(job.state)
 
 
 def test_streams_that_were_kept_are_no_later_ones(
