@@ -201,7 +201,7 @@ class Rounds:
         self._usual, self._changes_at = self._schedule.usual()
         if take != self._usual or take not in REPEATED or self._meter is not None:
             self._changes_at = 0
-        self.look_seconds = min(time.monotonic() + LOOK_SECONDS, self._agreement.due_seconds)
+        self.look_seconds = time.monotonic() + LOOK_SECONDS
 
     def _repeats(self, at: Boundary, adapter: int, parts: tuple[int, ...]) -> bool:
         """Cast the last vote again, if this one is the same."""
@@ -725,13 +725,13 @@ class CheckpointerCore(abc.ABC):
         for starts in self._parts.step_starts:
             starts()
         if self.adapter.before_step(label):
-            self._position.metric = None
-            self._before_change()
+            self._barrier()
             for ready in self._parts.gradients_ready:
                 ready(label)
 
     def _barrier(self) -> None:
-        """Wait until the copy is complete, before the step of an unregistered optimizer."""
+        """Wait until the copy is complete: the state may change after this call. Also called before
+        the step of an unregistered optimizer."""
         self._position.metric = None
         self._before_change()
 

@@ -89,6 +89,8 @@ class Agreement:
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
         self._timed = any(self._every_seconds.values())
         """Some level takes versions by time."""
+        self._due_seconds = math.inf
+        """The first moment of one, as of the last vote that was not repeated."""
         self.versions = Versions()
         self.restart()
 
@@ -193,6 +195,8 @@ class Agreement:
         plain = vote.levels is SILENT or all(map(_is_plain, vote.levels.values()))
         if plain and not own and about.keys() <= {MEMORY} and vote.no_request and vote.no_close:
             assert self._ballot is not None
+            timed = [self._since[level] + s for level, s in self._every_seconds.items() if s > 0]
+            self._due_seconds = min(timed, default=math.inf)
             self._ballot.is_plain, self._repeatable = True, (vote, values, vote.parts)
 
     def repeat(self, newest: VersionId, place: int, parts: tuple[int, ...]) -> bool:
@@ -287,18 +291,14 @@ class Agreement:
         self._repeatable = None
         self._ballot = Ballot(self._ballots.all_reduce_min(values, own), newest, about)
 
-    @property
-    def due_seconds(self) -> float:
-        """The first moment at which a level takes a version by time, by `time.monotonic()`."""
-        timed = [self._since[level] + s for level, s in self._every_seconds.items() if s > 0]
-        return min(timed, default=math.inf)
-
     def read_same(self) -> Vote | None:
         """As `read`, in the usual case: all ranks have cast the same vote, without news but a
         version that is complete in memory, and the next one may be the same. None, and nothing is
         read, in all others. Place and parts of the result are those of an earlier vote."""
         ballot = self._ballot
         if self._repeatable is None or ballot is None or not ballot.pending.is_unanimous():
+            return None
+        if self._timed and time.monotonic() >= self._due_seconds:
             return None
         flying = self.versions.flying
         if flying and not all(map(_is_in_memory, flying)):

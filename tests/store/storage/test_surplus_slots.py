@@ -88,7 +88,10 @@ def held(path: Path, is_lock: bool, told: Connection) -> None:
 
 
 @pytest.mark.parametrize("by", ["its trainer", "an agent"])
-def test_a_slot_stays_as_long_as_it_is_in_use(settings: dict[str, Any], by: str) -> None:
+def test_a_slot_stays_as_long_as_it_is_in_use(
+    settings: dict[str, Any], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierckpt.checkpointer.loop.LOOK_SECONDS", 0.0)
     with TinyJob(**settings) as job:
         place = folder(job)
         path = place.slot_path(1, 0)
