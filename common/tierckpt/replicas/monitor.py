@@ -151,8 +151,11 @@ class Drift:
     def _start_marking(self, ids: Iterable[VersionId], clean: int, text: str) -> None:
         run_id = self._history.name
         suspects = {i for i in ids if self._history.is_own(i.generation) and i.version > clean}
+        earlier = self._thread
 
         def work() -> None:
+            if earlier is not None and earlier.is_alive():
+                earlier.join()  # it may write the mark of the same version
             try:
                 if self._is_first:
                     self._mark_here(suspects, clean, text)
