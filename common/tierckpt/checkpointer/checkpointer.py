@@ -69,14 +69,14 @@ __all__ = ["Checkpointer"]
 class UserCallbacks(Part):
     """Callbacks of the script, at the moments that are not events."""
 
+    STEPPED = "released", "boundary_ends"
+    """Moments of each step."""
+
     def __init__(self, callbacks: CallbackList) -> None:
         self._callbacks = callbacks
         if not callbacks:
             self.sleep(*self.STEPPED)
             callbacks.on_added = partial(self.wake, *self.STEPPED)
-
-    STEPPED = "released", "boundary_ends"
-    """Moments of each step."""
 
     @classmethod
     def of(cls, job: TrainingJob) -> Self:

@@ -51,7 +51,7 @@ from .tensor_memory import (
     tags_of,
 )
 
-__all__ = ["PlanCheck", "Watch", "addresses", "is_small", "same_objects"]
+__all__ = ["PlanCheck", "PlanWatch", "addresses", "is_small", "same_objects"]
 
 
 FEW = 128
@@ -356,7 +356,7 @@ def same_objects(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-class Watch:
+class PlanWatch:
     """All that `CopyPlan.fits` looks at, in one call of the C library: what a boundary costs is the
     number of objects that it touches, as the training's own step came between.
 
@@ -442,7 +442,7 @@ class Watch:
 
 GROUP = object()
 MAX_PAUSE = 64
-"""Limit of boundaries without a `Watch`, after one did not fit."""
+"""Limit of boundaries without a `PlanWatch`, after one did not fit."""
 
 
 Part = Callable[[int, int], torch.Tensor]
@@ -490,10 +490,10 @@ class CopyPlan:
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self.own = own
         """Name and tensor of parameters, and their optimizer state, that each rank has alone."""
-        self.watch: Watch | None = None
+        self.watch: PlanWatch | None = None
         """Set if the last call of `fits` found all by it, or made it."""
         self._pause = self._longest_pause = 1
-        """Boundaries until a `Watch` is made: more, each time that one did not fit."""
+        """Boundaries until a `PlanWatch` is made: more, each time that one did not fit."""
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         pieces = {p.spec.name for p in self.layout.pieces if p.placement is REPLICATED}
         everything = is_small(walk.tensors)
@@ -586,7 +586,7 @@ class CopyPlan:
 
     def _make_watch(self, state: TrainingState) -> None:
         try:
-            self.watch = Watch(state, [*self._check.views(), self.buffers.view])
+            self.watch = PlanWatch(state, [*self._check.views(), self.buffers.view])
         except ValueError:
             self._pause = MAX_PAUSE
 

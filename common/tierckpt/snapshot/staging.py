@@ -33,7 +33,7 @@ from tierckpt.state.tree_codec import EncodedTree
 from tierckpt.storage.slot_pool import SlotPool
 
 from . import copy_engine
-from .copy_plan import CopyPlan, Watch, copy_parts
+from .copy_plan import CopyPlan, PlanWatch, copy_parts
 from .engine import Engine, NativeEngine, SnapshotError, TorchEngine
 from .snapshot import ChooseSlot, Snapshot
 
@@ -130,10 +130,10 @@ class Staging:
         self._parts: tuple[Any, ...] = ()
         """The parts of that tree, see `_repeats`; empty if it has more, or may be unfinished."""
         self._rng: dict[str, Any] = {}
-        """States of the generators, see `Watch.rng_stands`."""
+        """States of the generators, see `PlanWatch.rng_stands`."""
         self._groups: Any = {}
-        """The last node of the groups' options, see `Watch.groups_stand`."""
-        self._judged: tuple[Watch | None, bool] = None, False
+        """The last node of the groups' options, see `PlanWatch.groups_stand`."""
+        self._judged: tuple[PlanWatch | None, bool] = None, False
         """See `_harmless`."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
@@ -255,7 +255,7 @@ class Staging:
         self._parts = () if FILES in node else parts
         return plan, tree, arena
 
-    def _repeats(self, watch: Watch | None, parts: tuple[Any, ...]) -> bool:
+    def _repeats(self, watch: PlanWatch | None, parts: tuple[Any, ...]) -> bool:
         """True if the tree is that of the last version: it has nothing but these parts, and options
         of groups, which have not changed."""
         state = self._state
@@ -272,13 +272,13 @@ class Staging:
         objects = chain(self._state.extra.values(), self._state.extra_per_rank.values())
         return all(isinstance(each, LEAVES_WEIGHTS) for each in objects)
 
-    def _harmless(self, watch: Watch) -> bool:
+    def _harmless(self, watch: PlanWatch) -> bool:
         """As `_leave_weights`: the watch sees other objects."""
         if watch is not self._judged[0]:
             self._judged = watch, self._leave_weights()
         return self._judged[1]
 
-    def _groups_now(self, watch: Watch | None, arena: tree_codec.Arena) -> Any:
+    def _groups_now(self, watch: PlanWatch | None, arena: tree_codec.Arena) -> Any:
         """The node of the groups' options: the last one if they have not changed."""
         if watch is None or not watch.groups_stand:
             self._groups = self._state.optimizer_tree.pack_groups(arena.keep)
@@ -325,7 +325,7 @@ class Staging:
         """The votes said that a version was lost: the next boundaries look at all tensors."""
         self._whole_boundaries, self._apart = WHOLE_BOUNDARIES, False
 
-    def _own_now(self, watch: Watch | None) -> tuple[dict[str, Any], tree_codec.Arena]:
+    def _own_now(self, watch: PlanWatch | None) -> tuple[dict[str, Any], tree_codec.Arena]:
         """Generators and each rank's own objects: as kept by `keep_streams`, else as of now. Kept
         ones stay until the next step, because the same state may be requested twice."""
         if self._streams is None:
@@ -337,7 +337,7 @@ class Staging:
         return own, arena
 
     def _pack_own(
-        self, objects: Mapping[str, Any], watch: Watch | None = None
+        self, objects: Mapping[str, Any], watch: PlanWatch | None = None
     ) -> tuple[dict[str, Any], tree_codec.Arena]:
         rng = self._rng_now(watch)
         arena = tree_codec.Arena(rng["python"], rng["numpy"], rng["torch"], *rng["cuda"])
@@ -345,7 +345,7 @@ class Staging:
         extra = self._state.pack_extra(objects, arena) if objects else {}
         return {"rng": places, "extra_per_rank": extra}, arena
 
-    def _rng_now(self, watch: Watch | None) -> dict[str, Any]:
+    def _rng_now(self, watch: PlanWatch | None) -> dict[str, Any]:
         """States of the generators; those that are known to be the last ones are not read."""
         if watch is None:
             return pack_rng(self._state.cuda_device())

@@ -406,9 +406,9 @@ class EncodedTree:
         elif lengths != (now := tuple(map(len, tensors))):
             head = _head_of(node, tensors)
             node.of_bytes = now, head
-        small: list[Any] = [head, *tensors] if only_bytes else [head]
+        small: list[Any] = [head]
         parts: list[torch.Tensor | bytes] = []
-        for tensor in () if only_bytes else tensors:
+        for tensor in tensors:
             if isinstance(tensor, bytes):
                 small.append(tensor)
                 continue
