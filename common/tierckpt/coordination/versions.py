@@ -390,7 +390,13 @@ class SlotHandoff:
         it waits, if necessary, for the proof that an older version is superseded."""
         protected = self._agreement.protected(id_)
 
-        def choose(blocks: int, image_bytes: int, at_once: bool = False) -> Slot:
+        def choose(
+            blocks: int, image_bytes: int, at_once: bool = False, usual: Slot | None = None
+        ) -> Slot:
+            if usual is not None and at_once and not self._agent.pinned():
+                complete = self._agreement.complete_now()
+                if complete is not None and self._pool.take_again(usual, complete):
+                    return usual
             seal_bytes, pool = seal_area_bytes(blocks, runs), self._pool
             if at_once:
                 proven = self._agreement.last_word_now(protected)

@@ -112,6 +112,10 @@ class Table:
             self._blank, self._hash_address = first.raw, library.hash_address
         return self._memory.from_buffer_copy(self._blank)
 
+    def start_again(self, memory: Any) -> None:
+        """Make this memory of a job, which no thread uses, that of a new one."""
+        memory.raw = self._blank
+
 
 class Library:
     """The loaded library. Threads may share it: it keeps no state.

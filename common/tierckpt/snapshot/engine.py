@@ -102,6 +102,11 @@ class Engine(Protocol):
         """Have the copier complete a posted version: a thread waits for it. Any thread."""
         ...
 
+    def renew(self) -> None:
+        """Become the engine of another version of the same plan, as if made anew. It was posted,
+        and another one after it."""
+        raise NotImplementedError
+
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """Allow the copy into this slot, from byte `start` on; nothing is copied before."""
         ...
@@ -265,6 +270,11 @@ class NativeEngine(Job, Engine):
         """See `Engine`."""
         if self.posted:
             self._desk.ring()
+
+    def renew(self) -> None:
+        """See `Engine`. The desk does not use the job any more: it has taken another one since."""
+        self._watch, self._sealed, self.posted, self.unchanged = None, False, False, False
+        self._table.start_again(self._memory)
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """See `Engine`."""

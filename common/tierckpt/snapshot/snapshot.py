@@ -52,12 +52,13 @@ import itertools
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -113,15 +114,17 @@ _copying: dict[int, weakref.ref[Reader]] = {}
 _numbers = itertools.count()
 
 
-def guard_memory_moves(snapshot: Reader) -> None:
+def guard_memory_moves(snapshot: Reader) -> tuple[int, weakref.ref[Reader]]:
     """Let the memory of this snapshot's sources stay until it is copied. Training thread, before
-    the first block may be copied."""
+    the first block may be copied. Returns its entry in `_copying`."""
     _install_guards()
     for number, each in [*_copying.items()]:
         reader = each()
         if reader is None or reader.over:
             _copying.pop(number, None)
-    _copying[next(_numbers)] = weakref.ref(snapshot)
+    number, weak = next(_numbers), weakref.ref(snapshot)
+    _copying[number] = weak
+    return number, weak
 
 
 def _before_move(storage: torch.UntypedStorage) -> None:
@@ -184,9 +187,11 @@ class ChooseSlot(Protocol):
     """(blocks, image bytes) -> an unsealed slot of that size. May raise.
 
     Copier thread, and waits; with `at_once` also the training thread, and raises NoSlotError
-    instead of waiting."""
+    instead of waiting. `usual`: one of that size, to be preferred."""
 
-    def __call__(self, blocks: int, image_bytes: int, at_once: bool = False, /) -> Slot:
+    def __call__(
+        self, blocks: int, image_bytes: int, at_once: bool = False, usual: Slot | None = None, /
+    ) -> Slot:
         """Choose a slot."""
         ...
 
@@ -266,6 +271,10 @@ class Snapshot:
     _data_bytes: int = field(default=0, init=False)
     _tree: tree_codec.EncodedTree | None = field(default=None, init=False)
     _tree_bytes: int = field(default=0, init=False)
+    _usual_slot: Slot | None = field(default=None, init=False)
+    """The slot of its version before this one, if it was renewed."""
+    _usual_bytes: int = field(default=0, init=False)
+    """The length of the image there."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.facts.id.version, self.plan)
@@ -279,7 +288,46 @@ class Snapshot:
         self._tree_digests: list[bytes] = []
         self._counters: bytes | None = self.plan.baseline
         """None once they were compared."""
-        guard_memory_moves(self)
+        self._number, self._weak = guard_memory_moves(self)
+
+    def is_spent(self, plan: CopyPlan) -> bool:
+        """True if it was posted and sealed, with this plan, and may be renewed: nobody else uses
+        it."""
+        return (
+            self.plan is plan
+            and self.sealed
+            and self._reported
+            and self.engine.posted
+            and self.owners() == _owners_of_spent()
+        )
+
+    def owners(self) -> int:
+        """The number of references to it."""
+        return sys.getrefcount(self)
+
+    def renew(
+        self,
+        facts: VersionFacts,
+        levels: tuple[str, ...],
+        node: tree_codec.Packed,
+        arena: tree_codec.Arena,
+        choose_slot: ChooseSlot,
+        on_done: Callable[[Snapshot], None],
+    ) -> None:
+        """Become the snapshot of the next version but one, with the same plan, as if it was made
+        anew. What a step costs is the number of objects that it touches. Only after `is_spent`, and
+        if a later version was posted.
+        """
+        usual, usual_bytes = self.slot, len(self._header) + self._data_bytes
+        vars(self).update(FRESH)
+        self.facts, self.levels, self.node, self.arena = facts, levels, node, arena
+        self.choose_slot, self.on_done, self._usual_slot = choose_slot, on_done, usual
+        self._usual_bytes = usual_bytes
+        self.clock, self.started_seconds = PhaseTimer(), time.monotonic()
+        self.watch.version, self.watch.trace = facts.id.version, None
+        self._counters = self.plan.baseline
+        self.engine.renew()
+        _copying[self._number] = self._weak
 
     @property
     def failed(self) -> bool:
@@ -355,7 +403,7 @@ class Snapshot:
         try:
             if not self.engine.posts or not self.open or self.watch.each():
                 return False
-            tail, room = self._encode().whole, self._data_bytes - self.plan.layout.nbytes
+            tail, room = self._whole_tree(), self._data_bytes - self.plan.layout.nbytes
             if tail is None or room > BLOCK_BYTES:
                 return False
             binding = self._claim(1, True)
@@ -498,6 +546,16 @@ class Snapshot:
                     self._in_flight -= 1
                 self._report()
 
+    def _whole_tree(self) -> bytes | None:
+        """The encoded tree, as `EncodedTree.whole`; sizes of the image are known then."""
+        assert self.arena is not None
+        found = tree_codec.encoded_bytes(self.node, self.arena.tensors)
+        if found is None or self._tree is not None:
+            return self._encode().whole
+        self._tree_bytes = len(found)
+        self._header, self._data_bytes = self.plan.header(self._tree_bytes)
+        return found
+
     def _encode(self) -> tree_codec.EncodedTree:
         """Encode the tree, once; sizes of the image are known then."""
         if self._tree is None:
@@ -513,7 +571,8 @@ class Snapshot:
         blocks = len(self.plan.layout.blocks) + tree_blocks
         if self.slot is None:  # else the desk was taken
             image_bytes = len(self._header) + self._data_bytes
-            self.slot = self.choose_slot(blocks, image_bytes, at_once)
+            usual = self._usual_slot if image_bytes == self._usual_bytes else None
+            self.slot = self.choose_slot(blocks, image_bytes, at_once, usual)
         if self.watch.trace is not None:
             self.watch.span("slot", start)
         _faults.point("refill", version=self.facts.id.version)
@@ -662,6 +721,22 @@ class Snapshot:
             with self._lock:
                 self._reported = True
                 self._notify()
+
+
+FRESH = {each.name: each.default for each in fields(Snapshot) if each.default is not MISSING}
+"""What every new snapshot has in common."""
+
+
+@functools.cache
+def _owners_of_spent() -> int:
+    """The result of `owners` of a snapshot in a tuple and in a variable, within a method of it."""
+    kept = (Snapshot.__new__(Snapshot),)
+    each = kept[0]
+    return _within(each)
+
+
+def _within(self: Snapshot) -> int:
+    return self.owners()
 
 
 def _parameters(names: Iterable[str]) -> str:

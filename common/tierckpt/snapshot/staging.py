@@ -135,6 +135,8 @@ class Staging:
         """The last node of the groups' options, see `PlanWatch.groups_stand`."""
         self._judged: tuple[PlanWatch | None, bool] = None, False
         """See `_harmless`."""
+        self._used: tuple[Snapshot | None, Snapshot | None] = None, None
+        """The last two snapshots. The older one may be renewed."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -160,6 +162,7 @@ class Staging:
         """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
         self._apart, self._parts, self._judged = False, (), (None, False)
+        self._used = None, None
 
     def take(
         self,
@@ -184,8 +187,15 @@ class Staging:
             plan, node, arena = self.stage(adapter)
         finally:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
+        before, last = self._used
+        if before is not None and last is not None and last.engine.posted and before.is_spent(plan):
+            before.renew(facts, levels, node, arena, choose_slot, on_done)
+            self._used = last, before
+            return before
         engine = self._engine(plan)
-        return Snapshot(facts, plan, levels, node, arena, choose_slot, on_done, engine)
+        new = Snapshot(facts, plan, levels, node, arena, choose_slot, on_done, engine)
+        self._used = last, new
+        return new
 
     def _engine(self, plan: CopyPlan) -> Engine:
         """The engine for a version that is taken now."""
@@ -367,7 +377,7 @@ class Staging:
         """Release the device's resources; only when no copier works any more."""
         if self.lane is not None:
             self.lane.close()
-        self.plan = None
+        self.plan, self._used = None, (None, None)
 
 
 _NOTHING = tree_codec.Packed({})

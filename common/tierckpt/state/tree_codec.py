@@ -399,14 +399,7 @@ class EncodedTree:
         """Takes the tensors out of `arena`. The node, and values of a dict, may be `Packed`."""
         tensors, arena.tensors = arena.tensors, []
         node = node if isinstance(node, Packed) else Packed(node)
-        only_bytes = set(map(type, tensors)) == ONLY_BYTES  # the usual tree, at each step
-        lengths, head = node.of_bytes
-        if not only_bytes:
-            head = _head_of(node, tensors)
-        elif lengths != (now := tuple(map(len, tensors))):
-            head = _head_of(node, tensors)
-            node.of_bytes = now, head
-        small: list[Any] = [head]
+        small: list[Any] = [_head_of(node, tensors)]
         parts: list[torch.Tensor | bytes] = []
         for tensor in tensors:
             if isinstance(tensor, bytes):
@@ -463,6 +456,17 @@ class EncodedTree:
             self._left[index] -= copied_bytes
             if not self._left[index]:
                 del self._parts[index]
+
+
+def encoded_bytes(node: Any, tensors: Sequence[torch.Tensor | bytes]) -> bytes | None:
+    """All bytes of the tree of a node and these bytes; None if there is a tensor among them."""
+    if not isinstance(node, Packed) or set(map(type, tensors)) != ONLY_BYTES:
+        return None
+    lengths, head = node.of_bytes
+    if lengths != (now := tuple(map(len, tensors))):
+        head = _head_of(node, tensors)
+        node.of_bytes = now, head
+    return head + b"".join(tensors)  # type: ignore[arg-type]
 
 
 def _head_of(node: Packed, tensors: Sequence[torch.Tensor | bytes]) -> bytes:

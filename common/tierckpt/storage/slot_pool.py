@@ -36,6 +36,8 @@ KEPT_SECONDS = 60.0
 TAKEN_SECONDS = 10.0
 """Without memory for a substitute, a slot read for longer is taken away. Twice as long
 after each time, or a slow disk would never complete a version."""
+SEEN_SECONDS = 1.0
+"""Interval between two looks whether another program has removed a slot's file."""
 LOOK_SECONDS = 1.0
 """Interval between two looks for memory, while there is too little."""
 
@@ -162,6 +164,30 @@ class SlotPool:
                 self._filling.discard(index)
             raise
 
+    def take_again(self, slot: Slot, complete: VersionId) -> bool:
+        """As `choose`, of this slot, as it fits; False, and nothing is chosen, where that needs a
+        closer look. `complete`: a version known to be complete on all ranks, so older ones are not
+        needed."""
+        if time.monotonic() - slot.seen_seconds > SEEN_SECONDS:
+            return False
+        index = -1
+        try:  # as in `choose`
+            with self._lock:
+                if self._foreign or self._read_since or self.in_place is not None:
+                    return False
+                held = self._held[self.slots.index(slot)] if slot in self.slots else None
+                if held is None or held >= complete:
+                    return False
+                index = self.slots.index(slot)
+                self._filling.add(index)
+                self._held[index] = None
+            slot.unseal()
+        except BaseException:
+            with self._lock:
+                self._filling.discard(index)
+            raise
+        return True
+
     def _free_index(self, protected: set[VersionId], pinned: set[str]) -> int:
         reading: Collection[int] = ()
         if pinned or self._foreign or self._read_since:
@@ -279,6 +305,8 @@ class SlotPool:
     def _make_ready(self, index: int, seal_bytes: int, image_bytes: int, at_once: bool) -> Slot:
         slot = self.slots[index]
         removed = slot is not None and slot.is_removed
+        if slot is not None:
+            slot.seen_seconds = time.monotonic()
         fits = (
             slot is not None and not removed and slot.fits(seal_bytes, image_bytes, self.in_place)
         )

@@ -31,6 +31,7 @@ import ctypes
 import errno
 import functools
 import hashlib
+import math
 import mmap
 import os
 import tempfile
@@ -362,6 +363,8 @@ class Slot:
         self.seal_bytes = int.from_bytes(self._map[8:16], "little")
         self.registered_address = 0
         """Address of the image while it is page-locked for a GPU."""
+        self.seen_seconds = -math.inf
+        """When its user last saw that its file was not removed (monotonic)."""
         self.bound: Any = None
         """Kept here by who fills the slot, until the slot is closed. It keeps the image mapped."""
 
