@@ -324,7 +324,8 @@ class Checkpointer(CheckpointerCore):
             self._levels.start_afresh()  # all ranks get here, including those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
-        self._agreement.passed(position.iteration)
+        if self._agreement.reported != position.iteration:
+            self._agreement.passed(position.iteration)
 
     def save(self, now: bool = False) -> None:
         """Request a checkpoint on memory and local, independent of the intervals.

@@ -84,6 +84,8 @@ class Agreement:
         self.turns = 0
         """Votes cast since all ranks were last certain to be at the same boundary."""
         self._asked = False
+        self.reported = 0
+        """The iterations that other ranks know this one to have completed."""
         self.close_asked = False
         """See `ask_close`."""
         self._every_seconds = {level: getattr(config, level).every_seconds for level in INTERVALS}
@@ -132,7 +134,8 @@ class Agreement:
     def open(self, id_: VersionId, levels: Iterable[Level]) -> Version:
         """All ranks take a version to memory and to these levels."""
         levels = {MEMORY, *levels}
-        self._since.update(dict.fromkeys(levels, time.monotonic()))
+        if self._timed:
+            self._since.update(dict.fromkeys(levels, time.monotonic()))
         return self.versions.open(id_, levels.intersection(AWAITED))
 
     def ask(self) -> None:
@@ -200,17 +203,20 @@ class Agreement:
             self._ballot.is_plain, self._repeatable = True, (vote, values, vote.parts)
 
     def repeat(self, newest: VersionId, place: int, parts: tuple[int, ...]) -> bool:
-        """Cast the same vote as the last time, but for the place and the numbers of parts. False,
-        and nothing is cast, if there is other news. Arguments as for `launch`."""
-        about = self._about(newest) if self.versions.flying else {}
-        if self._repeatable is None or not all(map(_is_in_memory, about.values())):
+        """After `read_same`: cast the same vote as the last time, but for the place and the numbers
+        of parts. False, and nothing is cast, if there is other news. Arguments as for `launch`."""
+        if self._repeatable is None:
             return False
+        oldest = next((each for each in self.versions.flying if each.id != newest), None)
+        about = {} if oldest is None else {MEMORY: oldest}
         repeatable = vote, values, own = self._repeatable
         cast = self._ballots.repeat(place) if parts == own else None
         if cast is None:
             values = [*values[:VOTE_WIDTH], *parts]
             values[PLACES] = place, ~place
             cast, repeatable = self._ballots.all_reduce_min(values), (vote, values, parts)
+        else:
+            self.reported = place
         self.turns += 1
         self._ballot, self._repeatable = Ballot(cast, newest, about, True), repeatable
         return True
@@ -301,11 +307,14 @@ class Agreement:
         if self._timed and time.monotonic() >= self._due_seconds:
             return None
         flying = self.versions.flying
-        if flying and not all(map(_is_in_memory, flying)):
-            return None
+        for each in flying:
+            # Nothing is to be learnt of it but that it is complete in memory, as it is here.
+            here = each.open == IN_MEMORY and each.here(MEMORY) == DONE
+            if not here or each.snapshot is not None or each.flush is not None:
+                return None
         self._patience_lost, self.apart, self.together = False, False, ballot.newest
         if flying and (version := ballot.about.get(MEMORY)) is not None:
-            self._resolve(MEMORY, DONE, version)
+            self.memory.resolve(DONE, version)
             self.versions.land()
         self.rows = []
         return self._repeatable[0]
@@ -365,6 +374,7 @@ class Agreement:
     def passed(self, iterations: int) -> None:
         """Report that this rank has completed `iterations`, with a boundary or not. Any thread."""
         self._ballots.passed(iterations)
+        self.reported = iterations
 
     def hopeless(self) -> bool:
         """Return whether the vote under way waits for a rank that waits for this one, as far as is
@@ -508,16 +518,6 @@ class Agreement:
 
 LAST_FIRST = LEDGERS[::-1]
 IN_MEMORY = {MEMORY}
-
-
-def _is_in_memory(version: Version) -> bool:
-    """Nothing is to be learnt of a version but that it is complete in memory, as it is here."""
-    return (
-        version.open == IN_MEMORY
-        and version.here(MEMORY) == DONE
-        and version.snapshot is None
-        and version.flush is None
-    )
 
 
 def _is_plain(vote: LevelVote) -> bool:

@@ -11,7 +11,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define BALLOTS_INTERFACE 2
+#define BALLOTS_INTERFACE 3
 
 typedef struct {
     uint8_t *page;
@@ -21,6 +21,7 @@ typedef struct {
     uint64_t row_bytes; /* from one rank's row to the next */
     uint64_t written;   /* bytes of a row, and then 4 of its checksum */
     uint64_t place;     /* where a row has the place, and after it the complement */
+    uint64_t iterations; /* where the page has this rank's completed iterations */
 } box;
 
 static uint8_t *row_of(const box *b, uint64_t turn, uint64_t rank) {
@@ -59,21 +60,27 @@ PUBLIC int tierckpt_ballots_unanimous(const box *b, uint64_t turn) {
     return 1;
 }
 
-/* Casts this rank's vote of that turn again, as the next turn's and with another place. The vote is
-   there. 0, and nothing is written, if the next one is there as well: an interrupt came after it was
-   written, and others may have read it. */
-PUBLIC int tierckpt_ballots_repeat(const box *b, uint64_t turn, int64_t place) {
+static void write_again(const box *b, uint64_t turn, int64_t place) {
     uint8_t *row = row_of(b, turn + 1, b->rank);
     int64_t places[2] = {place, ~place};
-    uint64_t there;
-    memcpy(&there, row, sizeof there);
-    if (there == turn + 1)
-        return 0;
     memcpy(row + sizeof turn, row_of(b, turn, b->rank) + sizeof turn, b->written - sizeof turn);
     memcpy(row + b->place, places, sizeof places);
     turn++;
     memcpy(row, &turn, sizeof turn);
     uint32_t sum = checksum(row, b->written);
     memcpy(row + b->written, &sum, sizeof sum);
-    return 1;
+}
+
+/* Casts this rank's vote of that turn again, as the next turn's and with another place, which is also
+   the number of its completed iterations. The vote is there. 0, and no vote is written, if the next
+   one is there as well: an interrupt came after it was written, and others may have read it. */
+PUBLIC int tierckpt_ballots_repeat(const box *b, uint64_t turn, int64_t place) {
+    uint64_t there;
+    memcpy(&there, row_of(b, turn + 1, b->rank), sizeof there);
+    int is_new = there != turn + 1;
+    if (is_new)
+        write_again(b, turn, place);
+    __atomic_thread_fence(__ATOMIC_RELEASE); /* a rank with more iterations than votes is stuck */
+    memcpy(b->page + b->iterations, &place, sizeof place);
+    return is_new;
 }

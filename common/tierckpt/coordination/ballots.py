@@ -25,7 +25,8 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from tierckpt.core.decisions import PLACES, Vote
@@ -103,8 +104,9 @@ class Ballots(Protocol):
         ...
 
     def repeat(self, place: int) -> Cast | None:
-        """Cast this rank's last vote again, with other `decisions.PLACES`; None, and nothing is
-        cast, where that is not quicker. It gave nothing along. Training thread."""
+        """Cast this rank's last vote again, with other `decisions.PLACES`, and report `place` as
+        `passed` does; None, and nothing is done, where that is not quicker. It gave nothing along.
+        Training thread."""
         ...
 
     def even_out(self) -> None:
@@ -138,14 +140,14 @@ class _Box(ctypes.Structure):
     _fields_ = (
         ("page", ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in ("ranks", "rank", "first", "turns")),
-        *((name, ctypes.c_uint64) for name in ("row_bytes", "written", "place")),
+        *((name, ctypes.c_uint64) for name in ("row_bytes", "written", "place", "iterations")),
     )
 
 
 class NativePage:
     """The C functions that compare and repeat rows of a page, for as long as it is open."""
 
-    INTERFACE = 2
+    INTERFACE = 3
     """Number in the C file."""
 
     def __init__(self, path: str, page: mmap.mmap, box: _Box) -> None:
@@ -157,11 +159,16 @@ class NativePage:
         self._box = box
         # The address alone: a page with a buffer that somebody holds cannot be closed.
         box.page = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        self._at = ctypes.addressof(box)
-        self._unanimous = library.tierckpt_ballots_unanimous
-        self._unanimous.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
-        self._repeat = library.tierckpt_ballots_repeat
-        self._repeat.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64]
+        at = ctypes.addressof(box)
+        unanimous = library.tierckpt_ballots_unanimous
+        unanimous.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        self.unanimous: Callable[[int], int] = partial(unanimous, at)
+        """(turn) -> 1 if all ranks' rows of that turn are this rank's."""
+        repeat = library.tierckpt_ballots_repeat
+        repeat.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64]
+        self.repeat: Callable[[int, int], int] = partial(repeat, at)
+        """(turn, place) -> whether it wrote this rank's row of that turn again, as the next one's
+        and with another place, and the place as its iterations: 0 if that row was there already."""
 
     @classmethod
     def of(cls, page: mmap.mmap, box: _Box) -> NativePage | None:
@@ -174,15 +181,6 @@ class NativePage:
             return cls(library.path, page, box)
         except (OSError, AttributeError, ValueError):
             return None
-
-    def unanimous(self, turn: int) -> bool:
-        """True if all ranks' rows of that turn are this rank's."""
-        return bool(self._unanimous(self._at, turn))
-
-    def repeat(self, turn: int, place: int) -> bool:
-        """Write this rank's row of that turn again, as the next one's and with another place. False
-        if that one was there already."""
-        return bool(self._repeat(self._at, turn, place))
 
 
 class SharedBallots:
@@ -214,7 +212,8 @@ class SharedBallots:
         """Offset of the first rank's row by the remainder of the turn."""
         self._own_iterations = self._iterations_at(group.rank)
         places = 8 * (2 + PLACES.start)
-        box = _Box(0, group.size, group.rank, head, TURNS, self._row_bytes, self._row.size, places)
+        sizes = self._row_bytes, self._row.size, places, self._own_iterations.start
+        box = _Box(0, group.size, group.rank, head, TURNS, *sizes)
         self._native = NativePage.of(page, box)
         self.turn = 0
         """Turn of this rank's last vote."""
@@ -244,11 +243,11 @@ class SharedBallots:
         if native is None or not turn:
             return None
         with self._open:
-            self._opened()
+            if self._page is None:
+                self._opened()
             written = native.repeat(turn, place)
-        self.turn = turn + 1
-        votes: Votes = [None] * self._group.size
-        return _Pending(self, turn + 1, votes, False, b"" if written else None)
+        self.turn = turn = turn + 1
+        return _Pending(self, turn, [None] * self._group.size, False, b"" if written else None)
 
     def even_out(self) -> None:
         """Cast empty votes until this rank has cast as many as any other."""
@@ -344,7 +343,7 @@ class SharedBallots:
         is the minimum."""
         if (native := self._native) is not None:
             with self._open:
-                return self._page is not None and native.unanimous(turn)
+                return self._page is not None and native.unanimous(turn) == 1
         first = self._rows_at[turn % TURNS]
         rows = row.ljust(self._row_bytes, b"\0") * self._group.size
         with self._open:

@@ -105,7 +105,7 @@ class Engine(Protocol):
     def renew(self) -> None:
         """Become the engine of another version of the same plan, as if made anew. It was posted,
         and another one after it."""
-        raise NotImplementedError
+        raise TypeError(f"a {type(self).__name__} is never posted")
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """Allow the copy into this slot, from byte `start` on; nothing is copied before."""
