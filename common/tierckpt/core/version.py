@@ -53,9 +53,10 @@ class Version:
     is_shown = False
     """An event of this rank has told why it is lost."""
 
-    def __init__(self, id_: VersionId) -> None:
+    def __init__(self, id_: VersionId, *levels: Level) -> None:
+        """It is on its way to these levels."""
         self.id = id_
-        self.open: set[Level] = set()
+        self.open: set[Level] = {*levels}
         """The levels that it is on its way to; equal on every rank."""
         self._news: dict[Level, int] = {}
 
@@ -145,12 +146,13 @@ class Versions:
         flying = self.flying
         version = self.find(id_) if flying and flying[-1].id >= id_ else None
         if version is None:
-            version = Version(id_)
-            at = len(self.flying)
-            while at and self.flying[at - 1].id > id_:  # it is repaired, or committed late
+            version = Version(id_, *levels)
+            at = len(flying)
+            while at and flying[at - 1].id > id_:  # it is repaired, or committed late
                 at -= 1
-            self.flying = (*self.flying[:at], version, *self.flying[at:])
-        version.start(*levels)
+            self.flying = (*flying[:at], version, *flying[at:])
+        else:
+            version.start(*levels)
         return version
 
     def on(self, level: Level) -> list[Version]:

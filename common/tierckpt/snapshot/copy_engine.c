@@ -34,7 +34,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define INTERFACE 5
+#define INTERFACE 6
 
 typedef uint64_t (*hash_function)(const void *data, size_t nbytes);
 
@@ -326,10 +326,13 @@ static int unchanged(const job *j) {
            memcmp(w->now, j->before, w->count * sizeof *w->now) == 0;
 }
 
-/* Copy released blocks, and wait until no thread copies one; then compare the counters. Returns as
-   `run`: IDLE if blocks are held; UNFINISHED after about `budget_bytes`, or after a wait of
-   `timeout_ns`: call again. For the barrier's thread alone. */
-PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns) {
+PUBLIC void tierckpt_settle(desk *d, const job *j);
+
+/* Copy released blocks, and wait until no thread copies one; then compare the counters, and settle
+   the job at the desk if they are unchanged. Returns as `run`: IDLE if blocks are held; UNFINISHED
+   after about `budget_bytes`, or after a wait of `timeout_ns`: call again. For the barrier's thread
+   alone. */
+PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns, desk *d) {
     int state, awake = 1;
     pthread_mutex_lock(&j->lock);
     for (;;) {
@@ -350,7 +353,10 @@ PUBLIC int tierckpt_help(job *j, uint64_t budget_bytes, uint64_t timeout_ns) {
     }
     if (state == COMPLETE)
         j->unchanged = (uint64_t)unchanged(j);
+    int is_over = state == COMPLETE && j->unchanged && d != NULL;
     pthread_mutex_unlock(&j->lock);
+    if (is_over)
+        tierckpt_settle(d, j); /* without the job's lock: `post` takes it with the desk's */
     return state;
 }
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VARIABLE = "TIERCKPT_COPY_ENGINE"
 """`torch` in this environment variable forbids the library."""
 
-INTERFACE = 5
+INTERFACE = 6
 """Number in the C file; a library with another one is not used."""
 
 WAKE_BYTES = 256 * 1024
@@ -90,7 +90,8 @@ class Table:
         self.nbytes = int(blocks[:, 3].sum())
         self._counters: Counters | None = None
         self._hash_address: int | None = None
-        self._blank = b""
+        self.blank = b""
+        """The memory of a new job."""
         self._memory: Any = None
 
     def counters_of(self, records: TensorRecords | None) -> Counters | None:
@@ -109,12 +110,8 @@ class Table:
             first = self._memory()
             at = ctypes.addressof(first)
             library.init(at, library.hash_address, self.segments, self.blocks, self.count)
-            self._blank, self._hash_address = first.raw, library.hash_address
-        return self._memory.from_buffer_copy(self._blank)
-
-    def start_again(self, memory: Any) -> None:
-        """Make this memory of a job, which no thread uses, that of a new one."""
-        memory.raw = self._blank
+            self.blank, self._hash_address = first.raw, library.hash_address
+        return self._memory.from_buffer_copy(self.blank)
 
 
 class Library:
@@ -135,7 +132,7 @@ class Library:
         self.hash_address = ctypes.cast(getattr(self._hashes, name), ctypes.c_void_p).value
         self.run = _function(library, "run", [pointer, number], ctypes.c_int)
         self.wait = _function(library, "wait", [pointer, number], ctypes.c_int)
-        self.help = _function(library, "help", [pointer, number, number], ctypes.c_int)
+        self.help = _function(library, "help", [pointer, number, number, pointer], ctypes.c_int)
         self.copy_one = _function(library, "copy_one", [pointer, small], number)
         self.serve = _function(library, "serve", [pointer, number, number], ctypes.c_int)
         arrays = [pointer, pointer, pointer, small, pointer]
@@ -221,12 +218,14 @@ class Job:
         """As `run`, but without copying: UNFINISHED if a block may be taken."""
         return _PROGRESS[int(self._library.wait(self._at, int(1e9 * wait_seconds)))]
 
-    def help(self) -> Progress:
-        """Copy the released blocks that are left, and return when no thread copies one."""
-        while True:
-            progress = _PROGRESS[int(self._library.help(self._at, HELP_BYTES, HELP_NANOSECONDS))]
-            if progress is not Progress.UNFINISHED:
-                return progress
+    def help(self, desk: Desk | None = None) -> Progress:
+        """Copy the released blocks that are left, and return when no thread copies one. Settle the
+        job at the desk, if there is one, and its results say `unchanged`."""
+        desk_at = None if desk is None else desk.address
+        at = self._at, HELP_BYTES, HELP_NANOSECONDS, desk_at
+        while (progress := _PROGRESS[int(self._library.help(*at))]) is Progress.UNFINISHED:
+            pass
+        return progress
 
     def take(self) -> int | None:
         """Take one released block, for `copy_one`; None if there is none."""
@@ -266,8 +265,8 @@ class Desk:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._memory = (ctypes.c_uint64 * (library.desk_bytes() // 8 + 1))()
-        self._at = ctypes.addressof(self._memory)
-        library.desk_init(self._at)
+        self.address = ctypes.addressof(self._memory)
+        library.desk_init(self.address)
         self._kept: list[tuple[Job, object]] = []
         """The jobs that the copier may use, and the owners of their memory."""
 
@@ -299,7 +298,7 @@ class Desk:
             watched = counters.address
         job.posted = True  # before: an interrupt may come after the call
         self._kept.append((job, (owner, counted)))
-        at, sizes = (self._at, job._at, image), (len(head), nbytes, tail, len(tail), room)
+        at, sizes = (self.address, job._at, image), (len(head), nbytes, tail, len(tail), room)
         if not self._library.post(*at, head, *sizes, watched, before, nbytes >= WAKE_BYTES):
             job.posted = False
             self._kept.pop()
@@ -309,7 +308,7 @@ class Desk:
 
     def settle(self, job: Job) -> None:
         """This job is over: `serve` need not return for it. Any thread."""
-        self._library.settle(self._at, job._at)
+        self._library.settle(self.address, job._at)
 
     def clear(self) -> None:
         """Drop the jobs and the owners of their memory, once no thread serves any more."""
@@ -317,13 +316,13 @@ class Desk:
 
     def ring(self) -> None:
         """Have `serve` return UNFINISHED, after the job that it is with."""
-        self._library.ring(self._at)
+        self._library.ring(self.address)
 
     def serve(self, wait_seconds: float, linger_seconds: float) -> Progress:
         """Copier thread: copy posted jobs. Returns COMPLETE if no thread has settled a job
         `linger_seconds` after its last block was taken, ABORTED if it was aborted, IDLE if there
         was no job, or no release of its blocks, for `wait_seconds`."""
-        state = self._library.serve(self._at, int(1e9 * wait_seconds), int(1e9 * linger_seconds))
+        state = self._library.serve(self.address, int(1e9 * wait_seconds), int(1e9 * linger_seconds))
         return _PROGRESS[int(state)]
 
 

@@ -274,7 +274,7 @@ class NativeEngine(Job, Engine):
     def renew(self) -> None:
         """See `Engine`. The desk does not use the job any more: it has taken another one since."""
         self._watch, self._sealed, self.posted, self.unchanged = None, False, False, False
-        self._table.start_again(self._memory)
+        self._memory.raw = self._table.blank
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """See `Engine`."""
@@ -290,13 +290,13 @@ class NativeEngine(Job, Engine):
         progress = super().run(0.0)
         return Progress.UNFINISHED if copied and progress is Progress.IDLE else progress
 
-    def help(self) -> Progress:
+    def help(self, desk: Desk | None = None) -> Progress:
         """See `Engine`."""
         if not self.posted:
             self.release(None)
             if self._watch is not None:
                 self._copy_one_by_one(self._watch)
-        return super().help()
+        return super().help(desk or self._desk)
 
     def _copy_one_by_one(self, watch: Watch) -> None:
         while (block := self.take()) is not None:
@@ -308,10 +308,10 @@ class NativeEngine(Job, Engine):
     def end(self, sealed: bool) -> None:
         """See `Engine`."""
         self._sealed = sealed
-        if sealed:
-            self._desk.settle(self)
-        else:
+        if not sealed:
             self.abort()
+        elif not self.unchanged:  # else `help` has done it
+            self._desk.settle(self)
 
     @property
     def copying(self) -> bool:

@@ -52,7 +52,6 @@ import itertools
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -290,20 +289,10 @@ class Snapshot:
         """None once they were compared."""
         self._number, self._weak = guard_memory_moves(self)
 
-    def is_spent(self, plan: CopyPlan) -> bool:
-        """True if it was posted and sealed, with this plan, and may be renewed: nobody else uses
-        it."""
-        return (
-            self.plan is plan
-            and self.sealed
-            and self._reported
-            and self.engine.posted
-            and self.owners() == _owners_of_spent()
-        )
-
-    def owners(self) -> int:
-        """The number of references to it."""
-        return sys.getrefcount(self)
+    @property
+    def is_spent(self) -> bool:
+        """True if it was posted, sealed and reported."""
+        return self.sealed and self._reported and self.engine.posted
 
     def renew(
         self,
@@ -315,8 +304,8 @@ class Snapshot:
         on_done: Callable[[Snapshot], None],
     ) -> None:
         """Become the snapshot of the next version but one, with the same plan, as if it was made
-        anew. What a step costs is the number of objects that it touches. Only after `is_spent`, and
-        if a later version was posted.
+        anew. What a step costs is the number of objects that it touches. Only if it `is_spent`,
+        nobody else refers to it, and a later version was posted.
         """
         usual, usual_bytes = self.slot, len(self._header) + self._data_bytes
         vars(self).update(FRESH)
@@ -471,11 +460,6 @@ class Snapshot:
                 self._changed = threading.Condition(self._lock)
             return self._changed.wait_for(reached, timeout_seconds)
 
-    def _notify(self) -> None:
-        """Have waiting threads look again; with the lock held."""
-        if self._changed is not None:
-            self._changed.notify_all()
-
     # --- copier thread -------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -530,8 +514,8 @@ class Snapshot:
             if progress is Progress.ORDERED:
                 self._check_counters()
                 return progress
-            if progress is Progress.COMPLETE and self._digests is None:
-                self._count()
+            if progress is Progress.COMPLETE and self._digests is None and self._count():
+                self._seal()
             if self._tree_todo and self._copy_tree_block(binding):
                 return Progress.UNFINISHED
             return progress
@@ -593,23 +577,22 @@ class Snapshot:
                 self._tree_digests = [b""] * tree_blocks
                 self._left += tree_blocks
                 self._binding = binding
-                self._notify()
+                if self._changed is not None:
+                    self._changed.notify_all()
         return binding
 
-    def _count(self) -> None:
-        """Count the engine's blocks as copied, once."""
+    def _count(self) -> bool:
+        """Count the engine's blocks as copied, once; True if nothing else is left."""
         with self._lock:
             if self._digests is not None:
-                return
+                return False
             copying, hashing, self._digests = self.engine.results()
             if self.engine.unchanged:
                 self._counters = None
             self.clock.copy += copying
             self.clock.checksum += hashing
             self._left -= 1
-            last = self._left == 0
-        if last:
-            self._seal()
+            return self._left == 0
 
     def _copy_tree_block(self, binding: Binding) -> bool:
         """Copy a block of the tree; False if another thread has taken the last one."""
@@ -700,8 +683,8 @@ class Snapshot:
             if self.open:
                 self.sealed, self.error, self.open = sealed, error, False
                 self._binding = None
-                if not sealed:  # after a seal, waiters wait for the report
-                    self._notify()
+                if not sealed and self._changed is not None:
+                    self._changed.notify_all()  # after a seal, waiters wait for the report
             sealed = self.sealed
         self.engine.end(sealed)
 
@@ -720,23 +703,12 @@ class Snapshot:
         finally:
             with self._lock:
                 self._reported = True
-                self._notify()
+                if self._changed is not None:
+                    self._changed.notify_all()
 
 
 FRESH = {each.name: each.default for each in fields(Snapshot) if each.default is not MISSING}
 """What every new snapshot has in common."""
-
-
-@functools.cache
-def _owners_of_spent() -> int:
-    """The result of `owners` of a snapshot in a tuple and in a variable, within a method of it."""
-    kept = (Snapshot.__new__(Snapshot),)
-    each = kept[0]
-    return _within(each)
-
-
-def _within(self: Snapshot) -> int:
-    return self.owners()
 
 
 def _parameters(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import is_
@@ -188,7 +189,14 @@ class Staging:
         finally:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
         before, last = self._used
-        if before is not None and last is not None and last.engine.posted and before.is_spent(plan):
+        if (
+            before is not None
+            and before.plan is plan
+            and before.is_spent
+            and last is not None
+            and last.engine.posted
+            and sys.getrefcount(before) == _OWNERS
+        ):
             before.renew(facts, levels, node, arena, choose_slot, on_done)
             self._used = last, before
             return before
@@ -380,6 +388,14 @@ class Staging:
         self.plan, self._used = None, (None, None)
 
 
+def _owners() -> int:
+    """The references to an object in a tuple and in a variable, as this Python counts them."""
+    kept = (object(),)
+    each = kept[0]
+    return sys.getrefcount(each)
+
+
+_OWNERS = _owners()
 _NOTHING = tree_codec.Packed({})
 
 
