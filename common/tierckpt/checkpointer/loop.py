@@ -47,6 +47,7 @@ from tierckpt.group import Group
 from tierckpt.hooks.iterations import Accumulation, Hooks, Iterations, Unattached
 from tierckpt.restored import Restored
 from tierckpt.snapshot import copy_engine
+from tierckpt.snapshot.at_boundary import Copied
 from tierckpt.snapshot.engine import SnapshotError
 from tierckpt.snapshot.snapshot import Copier, Snapshot, Work
 from tierckpt.snapshot.staging import Staging, normal_mode
@@ -267,23 +268,30 @@ class ActiveSnapshot:
         levels: tuple[str, ...],
         metric: Callable[[], float | None],
         adapter: Callable[[], Any],
+        boundary_seconds: float,
     ) -> Snapshot | None:
         """Copy the state that changes first into staging buffers; call `start` next.
 
-        Returns None after a failure: the version is broken then, and the training continues.
-        `metric` returns this rank's metric, `adapter` the values of the adapter; both may raise.
+        Returns None after a failure: the version is broken then, and the training continues; and
+        for a small version, which is complete then. `metric` returns this rank's metric, `adapter`
+        the values of the adapter; both may raise. `boundary_seconds`: as for `start`.
         """
         try:
             if (measured := metric()) is not None:
                 facts = replace(facts, metric=measured)
             choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
             done = partial(self._handoff.done, version)
+            at_once = self._may_turn_early and not self._parts.taken
             with normal_mode():
-                return self.capture.take(facts, levels, adapter(), choose_slot, done)
+                found = self.capture.take(facts, levels, adapter(), choose_slot, done, at_once)
+            if isinstance(found, Snapshot):
+                return found
+            found.clock.boundary = time.perf_counter() - boundary_seconds
+            done(found)
         except Exception as error:
             self._handoff.broken(version)
             self._reports.lose(version, f"the state could not be captured: {error}")
-            return None
+        return None
 
     def start(self, version: Version, snapshot: Snapshot, boundary_seconds: float) -> None:
         """Start the copy: now, or when the first layer is released.
@@ -346,8 +354,8 @@ class ActiveSnapshot:
         self.capture.close()
         self.snapshot = None
 
-    def _report(self, version: Version, snapshot: Snapshot) -> None:
-        if not snapshot.sealed:
+    def _report(self, version: Version, snapshot: Snapshot | Copied) -> None:
+        if isinstance(snapshot, Snapshot) and not snapshot.sealed:
             self.overwritten = self.overwritten or snapshot.overwritten
             self._reports.lose(version, snapshot.error)
             return
@@ -604,7 +612,9 @@ class CheckpointerCore(abc.ABC):
         at.sound &= self._agreement.diverged is None and vote != VOID
         for decided in parts.decided:
             decided(at)
-        taken = self._open_snapshot(id_, at.levels, vote == VOID) if at.levels else None
+        taken = None
+        if at.levels:
+            taken = self._open_snapshot(id_, at.levels, vote == VOID, start)
         # The votes about this boundary.
         self._rounds.vote(at, vote, parts.vote(at))
         # The next iteration starts.
@@ -653,7 +663,7 @@ class CheckpointerCore(abc.ABC):
             self._reports.lost(self.version, at.why or APART)
 
     def _open_snapshot(
-        self, id_: VersionId, levels: tuple[Level, ...], void: bool
+        self, id_: VersionId, levels: tuple[Level, ...], void: bool, start_seconds: float
     ) -> tuple[Version, Snapshot] | None:
         """Start a version: capture the state that changes first. A failure breaks the version and
         not the training. With `void` the adapter rejects the version."""
@@ -666,7 +676,8 @@ class CheckpointerCore(abc.ABC):
             self._levels.slot_handoff.broken(version)
             return None
         live = self._live
-        snapshot = self._active.take(version, facts, levels, live.measured, live.packed)
+        values = live.measured, live.packed
+        snapshot = self._active.take(version, facts, levels, *values, start_seconds)
         if orphans := self._state.new_orphans():
             self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
         if renamed := self._state.new_renamed():

@@ -54,6 +54,7 @@ from .agreement import Agreement
 
 if TYPE_CHECKING:
     from tierckpt.core.tuning import Change
+    from tierckpt.snapshot.at_boundary import Copied
     from tierckpt.snapshot.snapshot import ChooseSlot, Snapshot
 
 __all__ = ["Reports", "SlotHandoff"]
@@ -123,7 +124,7 @@ class Reports:
         """Report that the end of the job, or a call of `wait`, takes long."""
         self.emit("waiting", message=text, severity=severity)
 
-    def sealed(self, snapshot: Snapshot) -> None:
+    def sealed(self, snapshot: Snapshot | Copied) -> None:
         """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None
         if not self._log.is_wanted(logging.DEBUG):  # at every step, perhaps
@@ -382,7 +383,7 @@ class SlotHandoff:
     ) -> None:
         self._group, self._pool, self._agent = group, pool, agent
         self._agreement, self._reports = agreement, reports
-        self.finished: deque[tuple[Version, Snapshot]] = deque()
+        self.finished: deque[tuple[Version, Snapshot | Copied]] = deque()
         """Copies with an end that the training thread has not processed."""
 
     def chooser(self, id_: VersionId, runs: int) -> ChooseSlot:
@@ -391,7 +392,11 @@ class SlotHandoff:
         protected = self._agreement.protected(id_)
 
         def choose(
-            blocks: int, image_bytes: int, at_once: bool = False, usual: Slot | None = None
+            blocks: int,
+            image_bytes: int,
+            at_once: bool = False,
+            usual: Slot | None = None,
+            makes: bool = False,
         ) -> Slot:
             if usual is not None and at_once and not self._agent.pinned():
                 complete = self._agreement.complete_now()
@@ -402,7 +407,8 @@ class SlotHandoff:
                 proven = self._agreement.last_word_now(protected)
                 if proven is None:
                     raise NoSlotError("the ranks have not voted yet")
-                return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes, True)
+                sizes = seal_bytes, image_bytes
+                return pool.choose(proven, self._agent.pinned(), *sizes, not makes)
             try:
                 known = self._agreement.last_word(protected, waits=False)
                 return pool.choose(known, self._agent.pinned(), seal_bytes, image_bytes)
@@ -422,7 +428,7 @@ class SlotHandoff:
         """Record that the training thread waited for a slot, hence a vote, and got none."""
         self._agreement.lose_patience()
 
-    def done(self, version: Version, snapshot: Snapshot) -> None:
+    def done(self, version: Version, snapshot: Snapshot | Copied) -> None:
         """Record that a copy is sealed or failed; on the thread that ended it."""
         sealed = self._filled(version, snapshot)
         if LOCAL in snapshot.levels:
@@ -435,7 +441,7 @@ class SlotHandoff:
         self.finished.append((version, snapshot))
         version.snapshot = None  # last: an interrupt may cut the steps above short
 
-    def _filled(self, version: Version, snapshot: Snapshot) -> bool:
+    def _filled(self, version: Version, snapshot: Snapshot | Copied) -> bool:
         sealed = snapshot.sealed
         self._pool.filled(snapshot.slot, version.id if sealed else None)
         version.tell(MEMORY, DONE if sealed else BROKEN)

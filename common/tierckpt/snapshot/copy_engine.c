@@ -491,6 +491,30 @@ PUBLIC int tierckpt_serve(desk *d, uint64_t timeout_ns, uint64_t linger_ns) {
     return state;
 }
 
+/* --- small versions ------------------------------------------------------------------------------ */
+
+/* Fill an image, on this thread alone: as `post` and `help` together. `j` is a job that no thread
+   uses; its digests are the results, as those of a posted one. */
+PUBLIC void tierckpt_fill(job *j, uint8_t *image, const void *head, uint64_t head_bytes,
+                          uint64_t blocks_bytes, const void *tail, uint64_t tail_bytes,
+                          uint64_t tail_room) {
+    uint8_t *end = image + head_bytes + blocks_bytes;
+    uint64_t hash_ns, start = now_ns();
+    j->target = image + head_bytes;
+    j->copy_ns = j->hash_ns = 0;
+    memcpy(image, head, head_bytes);
+    j->head_digest = htole64(j->hash(image, head_bytes));
+    for (uint32_t i = 0; i < j->count; i++) {
+        j->digests[i] = htole64(copy_block(j, &j->blocks[i], &hash_ns));
+        j->hash_ns += hash_ns;
+    }
+    memcpy(end, tail, tail_bytes);
+    memset(end + tail_bytes, 0, tail_room - tail_bytes);
+    j->digests[j->count] = htole64(j->hash(end, tail_room));
+    j->copy_ns = now_ns() - start - j->hash_ns;
+    j->unchanged = 1;
+}
+
 /* --- copies by a device -------------------------------------------------------------------------- */
 
 /* cudaMemcpyAsync. Its address is the caller's: nothing of CUDA is needed to build this. */

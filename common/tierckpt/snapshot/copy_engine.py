@@ -153,6 +153,7 @@ class Library:
         image = [number, ctypes.c_char_p, number, number, ctypes.c_char_p, number, number]
         watched = [pointer, ctypes.c_char_p]
         self.post = _function(held, "post", [pointer, pointer, *image, *watched, small], small)
+        self.fill = _function(held, "fill", [pointer, pointer, *image])
         self.settle = _function(held, "settle", [pointer, pointer])
         self.ring = _function(held, "ring", [pointer])
         self.job_bytes = _function(held, "job_bytes", [small], number)
@@ -236,6 +237,13 @@ class Job:
         """Copy a block that this thread took; returns when it was copied, in
         `time.perf_counter()` seconds: Linux has one monotonic clock."""
         return float(self._library.copy_one(self._at, block)) / 1e9
+
+    def fill_at_once(self, image: int, parts: tuple[bytes, int, bytes, int]) -> None:
+        """Fill an image on this thread, with the interpreter held; arguments as for `Desk.post`.
+        For a job that no other thread knows; it may be filled again and again."""
+        head, nbytes, tail, room = parts
+        self.posted = True
+        self._library.fill(self._at, image, head, len(head), nbytes, tail, len(tail), room)
 
     def abort(self) -> None:
         """Start no further block; all calls return after the block that they copy."""

@@ -186,10 +186,17 @@ class ChooseSlot(Protocol):
     """(blocks, image bytes) -> an unsealed slot of that size. May raise.
 
     Copier thread, and waits; with `at_once` also the training thread, and raises NoSlotError
-    instead of waiting. `usual`: one of that size, to be preferred."""
+    instead of waiting, also where memory is to be made, unless it `makes` that. `usual`: one of
+    that size, to be preferred."""
 
     def __call__(
-        self, blocks: int, image_bytes: int, at_once: bool = False, usual: Slot | None = None, /
+        self,
+        blocks: int,
+        image_bytes: int,
+        at_once: bool = False,
+        usual: Slot | None = None,
+        makes: bool = False,
+        /,
     ) -> Slot:
         """Choose a slot."""
         ...
@@ -228,7 +235,7 @@ class Snapshot:
     arena: tree_codec.Arena | None
     """The tensors in the tree."""
     choose_slot: ChooseSlot
-    on_done: Callable[[Snapshot], None]
+    on_done: Callable[[Any], None]
     """Called once, by the thread that sealed the snapshot or failed it."""
     engine: Engine
     """Copies this version alone."""
@@ -301,7 +308,7 @@ class Snapshot:
         node: tree_codec.Packed,
         arena: tree_codec.Arena,
         choose_slot: ChooseSlot,
-        on_done: Callable[[Snapshot], None],
+        on_done: Callable[[Any], None],
     ) -> None:
         """Become the snapshot of the next version but one, with the same plan, as if it was made
         anew. What a step costs is the number of objects that it touches. Only if it `is_spent`,

@@ -34,6 +34,7 @@ from tierckpt.state.tree_codec import EncodedTree
 from tierckpt.storage.slot_pool import SlotPool
 
 from . import copy_engine
+from .at_boundary import Copied, SmallVersions
 from .copy_plan import CopyPlan, PlanWatch, copy_parts
 from .engine import Engine, NativeEngine, SnapshotError, TorchEngine
 from .snapshot import ChooseSlot, Snapshot
@@ -136,6 +137,8 @@ class Staging:
         """The last node of the groups' options, see `PlanWatch.groups_stand`."""
         self._judged: tuple[PlanWatch | None, bool] = None, False
         """See `_harmless`."""
+        library = copy_engine.find() if desk is not None else None
+        self._small = None if library is None else SmallVersions(library, pool)
         self._used: tuple[Snapshot | None, Snapshot | None] = None, None
         """The last two snapshots. The older one may be renewed."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
@@ -163,7 +166,7 @@ class Staging:
         """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
         self._apart, self._parts, self._judged = False, (), (None, False)
-        self._used = None, None
+        self._forget_copies()
 
     def take(
         self,
@@ -171,16 +174,19 @@ class Staging:
         levels: tuple[str, ...],
         adapter: Any,
         choose_slot: ChooseSlot,
-        on_done: Callable[[Snapshot], None],
-    ) -> Snapshot:
-        """A snapshot of the current state, with nothing released yet.
+        on_done: Callable[[Snapshot | Copied], None],
+        at_once: bool = False,
+    ) -> Snapshot | Copied:
+        """A snapshot of the current state, with nothing released yet; or, with `at_once`, a small
+        version that is complete.
 
         Args:
             facts: those of its version.
             levels: where it goes.
             adapter: the result of `Adapter.pack`.
             choose_slot: see `Snapshot`.
-            on_done: called by the thread that ends the copy.
+            on_done: called by the thread that ends the copy, not for a version that is complete.
+            at_once: a version may be complete.
 
         Raises the errors of the state's own objects, and SnapshotError.
         """
@@ -188,6 +194,11 @@ class Staging:
             plan, node, arena = self.stage(adapter)
         finally:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
+        if at_once and self._small is not None:
+            tree = node, arena.tensors
+            copied = self._small.copy(facts, levels, plan, tree, choose_slot)
+            if copied is not None:
+                return copied
         before, last = self._used
         if (
             before is not None
@@ -385,7 +396,13 @@ class Staging:
         """Release the device's resources; only when no copier works any more."""
         if self.lane is not None:
             self.lane.close()
-        self.plan, self._used = None, (None, None)
+        self.plan = None
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        self._used = None, None
+        if self._small is not None:
+            self._small.forget()
 
 
 def _owners() -> int:

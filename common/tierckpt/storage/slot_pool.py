@@ -164,6 +164,13 @@ class SlotPool:
                 self._filling.discard(index)
             raise
 
+    def have_more(self, count: int) -> None:
+        """Have at least so many slots from now on. They are made when they are chosen."""
+        with self._lock:
+            more = max(count - len(self.slots), 0)
+            self.slots, self._held = self.slots + [None] * more, self._held + [None] * more
+            self.count = max(self.count, count)
+
     def take_again(self, slot: Slot, complete: VersionId) -> bool:
         """As `choose`, of this slot, as it fits; False, and nothing is chosen, where that needs a
         closer look. `complete`: a version known to be complete on all ranks, so older ones are not

@@ -1,0 +1,140 @@
+"""Small versions: copied and sealed at the boundary itself.
+
+The bytes of a small version cost less than its way through hooks, threads and the barrier. So the
+training thread copies it with one call in C, and seals it. Nothing changes meanwhile, so nothing
+has to be watched.
+
+At the boundary, the votes of the last one are known: of the version before the last. So neither its
+slot nor that of the last version may be overwritten, and small versions take turns in three slots,
+where others need two (docs/internals/agreement.md, "Two slots are enough").
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from msgspec import Struct
+
+from tierckpt import _faults
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.records import VersionFacts
+from tierckpt.state import tree_codec
+from tierckpt.storage.slot_pool import NoSlotError, SlotPool
+from tierckpt.storage.slots import Slot
+
+from .copy_engine import Job, Library, Table
+from .copy_plan import Binding, CopyPlan
+from .snapshot import ChooseSlot, PhaseTimer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MOST_BYTES", "Copied", "SmallVersions"]
+
+MOST_BYTES = 4 * 1024 * 1024
+"""A larger state is copied layer by layer: the training would wait for this one for a millisecond,
+at most."""
+
+
+SLOTS = 3
+
+
+class Copied(Struct, eq=False):
+    """A version that was copied at its boundary. As a sealed `Snapshot`."""
+
+    facts: VersionFacts
+    plan: CopyPlan
+    levels: tuple[str, ...]
+    slot: Slot
+    manifest: Manifest
+    clock: PhaseTimer
+
+    sealed: ClassVar[bool] = True
+
+
+class SmallVersions:
+    """Copies the small versions of one checkpointer. Training thread."""
+
+    def __init__(self, library: Library, pool: SlotPool) -> None:
+        """Owns nothing of them."""
+        self._library, self._pool = library, pool
+        self._job: tuple[Table | None, Job | None] = None, None
+        """The job of the last version, which is used again with the same table."""
+        self._last: deque[Copied] = deque(maxlen=SLOTS)
+        """The last versions. The next one takes the slot of the oldest, if it can."""
+
+    def forget(self) -> None:
+        """Forget the last versions, and what they hold."""
+        self._job = None, None
+        self._last.clear()
+
+    def copy(
+        self,
+        facts: VersionFacts,
+        levels: tuple[str, ...],
+        plan: CopyPlan,
+        tree: tuple[Any, list[torch.Tensor | bytes]],
+        choose_slot: ChooseSlot,
+    ) -> Copied | None:
+        """Copy and seal a version; None, and nothing is done, if it is not small, its bytes are not
+        in the memory of the CPU, or there is no slot now: the caller takes another way. Arguments as for `Snapshot`; `tree`: the
+        node, and the tensors of the arena. Raises OSError."""
+        data_bytes, table = plan.layout.nbytes, plan.table()
+        if table is None or not 0 < data_bytes <= MOST_BYTES or self._pool.in_place is not None:
+            return None
+        if _faults.armed("copy") or _faults.armed("barrier"):
+            return None  # they are on the way of other versions
+        tail = tree_codec.encoded_bytes(*tree)
+        if tail is None:
+            return None
+        header, room_bytes = plan.header(len(tail))
+        tail_bytes = room_bytes - data_bytes
+        if tail_bytes > BLOCK_BYTES:
+            return None
+        start, image_bytes = time.perf_counter(), len(header) + room_bytes
+        usual = None
+        if len(self._last) == SLOTS:
+            oldest = self._last[0]
+            fits = oldest.plan is plan and oldest.manifest.image_bytes == image_bytes
+            usual = oldest.slot if fits else None
+        if self._pool.count < SLOTS:
+            self._pool.have_more(SLOTS)
+        try:
+            slot = choose_slot(table.count + 1, image_bytes, True, usual, True)
+        except NoSlotError:
+            return None
+        sealed = False
+        try:
+            version = facts.id.version
+            _faults.point("refill", version=version)
+            if slot.bound is None:
+                slot.bound = Binding(slot)
+            _faults.point("tree", version=version, block=0)
+            job = self._job_of(table)
+            job.fill_at_once(slot.bound.address, (header, data_bytes, tail, tail_bytes))
+            copy_seconds, hash_seconds, digests = job.results()
+            shard, length = plan.layout.rank, len(header)
+            sizes = image_bytes, length, len(tail)
+            manifest = Manifest(facts, shard, *sizes, digests, time.time())
+            _faults.point("seal", version=version)
+            slot.seal(manifest.encode())
+            sealed = True
+            _faults.point("sealed", version=version)
+        finally:
+            if not sealed:
+                self._pool.filled(slot, None)
+        after = time.perf_counter() - start
+        clock = PhaseTimer(copy=copy_seconds, checksum=hash_seconds, sealed_after=after)
+        copied = Copied(facts, plan, levels, slot, manifest, clock)
+        self._last.append(copied)
+        return copied
+
+    def _job_of(self, table: Table) -> Job:
+        its, job = self._job
+        if job is None or its is not table:
+            job = Job(self._library, table)
+            self._job = table, job
+        return job
