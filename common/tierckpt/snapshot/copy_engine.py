@@ -153,7 +153,7 @@ class Library:
         image = [number, ctypes.c_char_p, number, number, ctypes.c_char_p, number, number]
         watched = [pointer, ctypes.c_char_p]
         self.post = _function(held, "post", [pointer, pointer, *image, *watched, small], small)
-        self.fill = _function(held, "fill", [pointer, pointer, *image])
+        self.fill = _function(held, "fill", [pointer, *image])
         self.settle = _function(held, "settle", [pointer, pointer])
         self.ring = _function(held, "ring", [pointer])
         self.job_bytes = _function(held, "job_bytes", [small], number)
