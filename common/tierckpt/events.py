@@ -242,15 +242,21 @@ class EventLog:
         """Call `callback` with every event from now on, on the training thread."""
         self._callbacks.append(callback)
 
-    def count(self, name: str, level: str) -> None:
-        """Count an event without a receiver, see `is_wanted`."""
+    def _count(self, name: str, level: str) -> None:
         for key in (name, f"{name}/{level}"):
             self.counts[key] = self.counts.get(key, 0) + 1
 
-    def is_wanted(self, severity: int) -> bool:
-        """True if an event of this severity goes to a receiver, a file or the log."""
-        receivers = self._callbacks or self._objects or self._file is not None
-        return bool(receivers) or logger.isEnabledFor(severity)
+    def count_unwanted(self, key: str) -> bool:
+        """Count an event for debugging, given as `name/level`, if it goes to no receiver, file or
+        log; returns whether it was counted."""
+        if self._callbacks or self._file is not None or logger.isEnabledFor(logging.DEBUG):
+            return False
+        if self._objects:
+            return False
+        name = key.partition("/")[0]
+        counts = self.counts
+        counts[name], counts[key] = counts.get(name, 0) + 1, counts.get(key, 0) + 1
+        return True
 
     @property
     def has_file(self) -> bool:
@@ -264,7 +270,7 @@ class EventLog:
     def emit(self, name: str, **values: Any) -> Event:
         """Make an event and distribute it; a failing receiver is reported, not raised."""
         event = Event(name=name, rank=self.rank, **values)
-        self.count(name, event.level)
+        self._count(name, event.level)
         if logger.hasHandlers():
             if logger.isEnabledFor(event.severity):
                 logger.log(event.severity, "%s", event.text())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.late_copies import copy_by_layer
 from tests.support.persistent_shards import ENDPOINT, SERVED, s3_options
 from tests.support.s3_server import Proxy, proxied, serving
 from tests.support.tiny_course import fingerprints
@@ -35,6 +36,12 @@ def inline_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that do not say otherwise need no process for their agent: a start takes half a
     second."""
     monkeypatch.setenv("TIERCKPT_AGENT", "inline")
+
+
+@pytest.fixture
+def by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are copied layer by layer, as large ones are, and none at its boundary."""
+    copy_by_layer(monkeypatch)
 
 
 @pytest.fixture

@@ -11,7 +11,21 @@ from typing import Any
 
 import pytest
 
-from tierckpt.snapshot import Binding, Job, Progress, Snapshot, Watch, copy_engine, snapshot
+from tierckpt.snapshot import (
+    Binding,
+    Job,
+    Progress,
+    Snapshot,
+    Watch,
+    at_boundary,
+    copy_engine,
+    snapshot,
+)
+
+
+def copy_by_layer(patch: pytest.MonkeyPatch) -> None:
+    """Copy every version layer by layer, as large ones are, and none at its boundary."""
+    patch.setattr(at_boundary, "MOST_BYTES", 0)
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -22,6 +36,7 @@ def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def before_blocks(patch: pytest.MonkeyPatch, call: Callable[[int], object]) -> None:
     """Call `call` with the number of each block before it is copied, on the thread that copies."""
+    copy_by_layer(patch)
     copy_block, copy_one = Binding.copy_block, Job.copy_one
 
     def with_torch(self: Binding, plan: Any, block: int, start: int) -> memoryview:
@@ -44,6 +59,7 @@ def without_the_engine(patch: pytest.MonkeyPatch) -> None:
 
 def copy_in_the_copier_only(patch: pytest.MonkeyPatch) -> None:
     """The training thread copies nothing in the barrier, and so never seals."""
+    copy_by_layer(patch)
     work = Snapshot.work
 
     def copier_only(self: Snapshot, wait_seconds: float | None) -> Progress:

@@ -429,6 +429,13 @@ class PlainAdapter:
         """Nothing."""
 
 
+def own_method(adapter: Adapter, name: str) -> Any:
+    """The adapter's method of this name; None if it is `PlainAdapter`'s, which does nothing."""
+    plain = getattr(PlainAdapter, name)
+    is_plain = getattr(type(adapter), name, None) is plain and name not in vars(adapter)
+    return None if is_plain else getattr(adapter, name)
+
+
 def check_adapter(adapter: Any) -> Adapter:
     """Return the given adapter, or a plain one for None. Raises TypeError for anything else."""
     if adapter is None:
@@ -446,4 +453,4 @@ def check_adapter(adapter: Any) -> Adapter:
     return checked
 
 
-__all__ = ["VOID", "Adapter", "Handle", "PlainAdapter", "check_adapter"]
+__all__ = ["VOID", "Adapter", "Handle", "PlainAdapter", "check_adapter", "own_method"]

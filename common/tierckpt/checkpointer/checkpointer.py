@@ -322,7 +322,7 @@ class Checkpointer(CheckpointerCore):
         position.iteration, position.ahead = position.iteration + 1, 0
         if not (self._history.lineage or self._over):
             self._levels.start_afresh()  # all ranks get here, including those that skipped the step
-        if self._iterations.steps and not self._over:
+        if self._iterations.since and not self._over:
             self._boundary()
         if self._agreement.reported != position.iteration:
             self._agreement.passed(position.iteration)

@@ -20,7 +20,7 @@ from tierckpt.restored import Restored
 from tierckpt.snapshot.staging import Staging, normal_mode
 from tierckpt.state.training_state import TrainingState
 
-from .adapter import Adapter
+from .adapter import Adapter, own_method
 
 
 class Position(Struct):
@@ -57,6 +57,7 @@ class LiveState:
         self.position, self.iterations = position, iterations
         self._group, self._capture, self._reports = group, capture, reports
         self._parts = parts
+        self._resumes = own_method(adapter, "resume_iteration")
 
     # --- its place ------------------------------------------------------------------------------
 
@@ -72,9 +73,10 @@ class LiveState:
 
     def resume_iteration(self) -> int:
         """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
-        if self.iterations.explicit:
-            return self.adapter.resume_iteration(self.iteration)
-        return self.position.version
+        if not self.iterations.explicit:
+            return self.position.version
+        iteration = self.position.iteration + self.position.ahead
+        return iteration if self._resumes is None else self._resumes(iteration)
 
     def continue_from(self, result: Restored) -> None:
         """Set the place to that of `result`, after its values were loaded."""
@@ -99,7 +101,8 @@ class LiveState:
 
     def packed(self) -> Any:
         """The adapter's values, after a last check which parameters are each rank's own."""
-        self.keep_apart()
+        if self.state.placements.untrained:
+            self.keep_apart()
         return self.adapter.pack()
 
     def keep_apart(self) -> None:

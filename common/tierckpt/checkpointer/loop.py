@@ -38,7 +38,7 @@ from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.versions import Reports, SlotHandoff
 from tierckpt.core.decisions import VOID, VOTE_WIDTH, EarlyEnd, Schedule, Vote
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PERSISTENT, UNMEASURED, Level
-from tierckpt.core.parts import Boundary, Part, Parts, call
+from tierckpt.core.parts import Boundary, Part, Parts, Stalls, call
 from tierckpt.core.version import Version
 from tierckpt.events import Callback
 from tierckpt.format.ids import VersionId
@@ -55,7 +55,7 @@ from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.slot_pool import SlotPool
 
 from . import shutdown
-from .adapter import Adapter
+from .adapter import Adapter, own_method
 from .levels import JobBase, Tiers
 from .live_state import LiveState, Position
 from .save_now import SaveNow
@@ -100,7 +100,7 @@ class Rounds:
         self._levels, self._agent, self._reports = levels, levels.agent, levels.reports
         self._last: tuple[VersionId, tuple[Level, ...]] | None = None
         """The version of the previous boundary, and the levels that it was to go to."""
-        self._usual: tuple[Level, ...] = ()
+        self.usual: tuple[Level, ...] = ()
         """The levels that every version goes to, while a boundary may repeat the last one."""
         self.look_seconds = 0.0
         """From this moment on, by `time.monotonic()`, a boundary looks at everything."""
@@ -129,12 +129,15 @@ class Rounds:
         return agreed
 
     def read_same(self, id_: VersionId) -> Vote | None:
-        """As `read`, if the boundary of this version repeats the last one: all ranks voted the
-        same, no rank had news, and the same levels are due now and at the next boundary. Else None,
-        and nothing was read."""
+        """As `read` and `decide`, if the boundary of this version repeats the last one: all ranks
+        voted the same, no rank had news, and the `usual` levels are due now and at the next
+        boundary. Else None, and nothing was read."""
         if id_.version + 1 >= self._changes_at:
             return None
-        return self._agreement.read_same()
+        agreed = self._agreement.read_same()
+        if agreed is not None:
+            self._schedule.repeat(id_.version, self.usual)
+        return agreed
 
     def _report_broken(self, version: Version) -> None:
         self.has_lost = True
@@ -147,11 +150,6 @@ class Rounds:
         self._agreement.break_open(version.id)
         self._pool.void(version.id)
         self._reports.lose(version, APART)
-
-    def decide_same(self, version: int) -> tuple[Level, ...]:
-        """As `decide`, after `read_same`."""
-        self._schedule.repeat(version, self._usual)
-        return self._usual
 
     def decide(self, version: int, agreed: Vote, force: bool) -> tuple[Level, ...]:
         """The levels that the version goes to; none if it is not taken, all with `force`."""
@@ -181,8 +179,11 @@ class Rounds:
         `Parts.vote`."""
         newest, take = at.id, at.levels
         self._last = newest, take
-        if at.again and self._repeats(at, adapter, parts):
-            return
+        if at.again and take == self.usual and adapter == self._adapter:
+            # As many versions are in memory as at the last look: only an agent may take the room.
+            same = not (at.wanted or at.row or (take and self._agent.pinned()))
+            if same and self._agreement.repeat(newest, at.place, parts):
+                return
         has_room = self._pool.has_room(self._agreement.versions.needed(), self._agent.pinned())
         writes = self._agent.busy() > 0
         if self._meter is not None:
@@ -199,18 +200,10 @@ class Rounds:
             own=at.row,
         )
         self._adapter = adapter
-        self._usual, self._changes_at = self._schedule.usual()
-        if take != self._usual or take not in REPEATED or self._meter is not None:
+        self.usual, self._changes_at = self._schedule.usual()
+        if take != self.usual or take not in REPEATED or self._meter is not None:
             self._changes_at = 0
         self.look_seconds = time.monotonic() + LOOK_SECONDS
-
-    def _repeats(self, at: Boundary, adapter: int, parts: tuple[int, ...]) -> bool:
-        """Cast the last vote again, if this one is the same."""
-        same = at.levels == self._usual and adapter == self._adapter
-        # As many versions are in memory as at the last look, so only an agent may take the room.
-        if not same or at.wanted or at.row or (at.levels and self._agent.pinned()):
-            return False
-        return self._agreement.repeat(at.id, at.place, parts)
 
 
 _log = logging.getLogger("tierckpt")
@@ -266,24 +259,24 @@ class ActiveSnapshot:
         version: Version,
         facts: VersionFacts,
         levels: tuple[str, ...],
-        metric: Callable[[], float | None],
-        adapter: Callable[[], Any],
+        metric: Callable[[], float | None] | None,
+        values: Callable[[], Any],
         boundary_seconds: float,
     ) -> Snapshot | None:
         """Copy the state that changes first into staging buffers; call `start` next.
 
         Returns None after a failure: the version is broken then, and the training continues; and
-        for a small version, which is complete then. `metric` returns this rank's metric, `adapter`
-        the values of the adapter; both may raise. `boundary_seconds`: as for `start`.
+        for a small version, which is complete then. `metric` returns this rank's metric, `values`
+        those of the adapter; both may raise. `boundary_seconds`: as for `start`.
         """
         try:
-            if (measured := metric()) is not None:
+            if metric is not None and (measured := metric()) is not None:
                 facts = replace(facts, metric=measured)
             choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
             done = partial(self._handoff.done, version)
             at_once = self._may_turn_early and not self._parts.taken
             with normal_mode():
-                found = self.capture.take(facts, levels, adapter(), choose_slot, done, at_once)
+                found = self.capture.take(facts, levels, values(), choose_slot, done, at_once)
             if isinstance(found, Snapshot):
                 return found
             found.clock.boundary = time.perf_counter() - boundary_seconds
@@ -325,7 +318,8 @@ class ActiveSnapshot:
             self.snapshot = None
         while self._handoff.finished:
             self._report(*self._handoff.finished.popleft())
-        self._reports.say()
+        if self._reports.later:
+            self._reports.say()
 
     def complete(self) -> None:
         """Wait as `finish` does, and until the version is sealed or has failed."""
@@ -405,6 +399,7 @@ class TrainingJob(JobBase):
 
     start_seconds: float
     """Start of the attach, by `time.monotonic()`."""
+    stalls: Stalls
     state: TrainingState
     adapter: Adapter
     active: ActiveSnapshot
@@ -438,6 +433,11 @@ class CheckpointerCore(abc.ABC):
         self.group, self.adapter, self.config = group, adapter, config
         self._state, self._node = state, topology.node(group.rank)
         self._parts = Parts(table)
+        self._adapter_begins = own_method(adapter, "boundary_begins")
+        self._adapter_votes = own_method(adapter, "vote")
+        self._adapter_passed = own_method(adapter, "boundary_passed")
+        self._adapter_before_step = own_method(adapter, "before_step")
+        """Methods of the adapter at each step, if it has its own."""
         self.restored = Restored(0)
         """The result of the last `restore()`."""
 
@@ -455,6 +455,7 @@ class CheckpointerCore(abc.ABC):
         config, group = self.config, self.group
         self._job = job = TrainingJob(config, group, topology, callbacks, on_event, undo)
         job.start_seconds, job.state, job.adapter = start_seconds, self._state, self.adapter
+        self._stalls = job.stalls = Stalls()
         self._callbacks, self._log = callbacks, job.log
         undo.callback(lambda: call(self._parts.left, False))
         self._parts.make(job, early=True)
@@ -529,7 +530,7 @@ class CheckpointerCore(abc.ABC):
             self.config.boundary,
             boundary=self._boundary,
             before_step=self._before_step,
-            made_step=self.adapter.step_completed,
+            made_step=own_method(self.adapter, "step_completed"),
             stepped=accumulation.stepped,
             keep_streams=self._stepped_before_boundary,
             say=say,
@@ -579,7 +580,8 @@ class CheckpointerCore(abc.ABC):
         this one is taken; capture what the next forward pass changes, and vote. The rest is copied
         while the next iteration computes."""
         parts, explicit = self._parts, self._iterations.explicit
-        self.adapter.boundary_begins(force)
+        if self._adapter_begins is not None:
+            self._adapter_begins(force)
         looks = force or time.monotonic() >= self._rounds.look_seconds
         if parts.looks:  # in this order: another thread may set it at any time
             parts.looks, looks = False, True
@@ -601,10 +603,10 @@ class CheckpointerCore(abc.ABC):
         parts.read(at)
         # The version of this boundary.
         if at.again:
-            take = self._rounds.decide_same(id_.version)
+            take = self._rounds.usual
         else:
             take = self._rounds.decide(id_.version, agreed, force)
-        vote = self.adapter.vote()
+        vote = 0 if self._adapter_votes is None else self._adapter_votes()
         if at.sound and self._agreement.diverged is None:
             at.levels = take
         else:
@@ -623,9 +625,13 @@ class CheckpointerCore(abc.ABC):
             voted(at)
         if taken is not None:
             self._active.start(*taken, start)
-        self.adapter.boundary_passed(agreed.adapter)
+        if self._adapter_passed is not None:
+            self._adapter_passed(agreed.adapter)
         _milestones.reached(_milestones.BOUNDARY)
-        for ends in parts.boundary_ends:
+        stalls, now = self._stalls, time.perf_counter()
+        stalls.boundary_seconds += now - start
+        stalls.passed_seconds, stalls.version = now, id_.version
+        for ends in parts.boundary_ends_again if at.again else parts.boundary_ends:
             ends(at)
         if (at.ends or agreed.no_close == 0) and not force:
             self._end_here(at.ends)
@@ -676,8 +682,8 @@ class CheckpointerCore(abc.ABC):
             self._levels.slot_handoff.broken(version)
             return None
         live = self._live
-        values = live.measured, live.packed
-        snapshot = self._active.take(version, facts, levels, *values, start_seconds)
+        metric = None if self._position.metric is None else live.measured
+        snapshot = self._active.take(version, facts, levels, metric, live.packed, start_seconds)
         if orphans := self._state.new_orphans():
             self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
         if renamed := self._state.new_renamed():
@@ -735,7 +741,7 @@ class CheckpointerCore(abc.ABC):
         first one after a restore, if that has other data."""
         for starts in self._parts.step_starts:
             starts()
-        if self.adapter.before_step(label):
+        if self._adapter_before_step is None or self._adapter_before_step(label):
             self._barrier()
             for ready in self._parts.gradients_ready:
                 ready(label)
@@ -753,8 +759,7 @@ class CheckpointerCore(abc.ABC):
             self._active.finish()
         for settle in self._parts.settle:
             settle()
-        for changes in self._parts.changes:
-            changes(start)
+        self._stalls.barrier_seconds += time.perf_counter() - start
 
     def complete(self) -> None:
         """Wait until the version in progress is sealed or has failed, and nothing reads the live

@@ -207,8 +207,8 @@ class Agreement:
         of parts. False, and nothing is cast, if there is other news. Arguments as for `launch`."""
         if self._repeatable is None:
             return False
-        oldest = next((each for each in self.versions.flying if each.id != newest), None)
-        about = {} if oldest is None else {MEMORY: oldest}
+        flying = self.versions.flying
+        about = {MEMORY: flying[0]} if flying and flying[0].id != newest else {}
         repeatable = vote, values, own = self._repeatable
         cast = self._ballots.repeat(place) if parts == own else None
         if cast is None:

@@ -75,7 +75,7 @@ class Reports:
         self._config, self._log, self._callbacks = config, log, callbacks
         self._agreement = agreement
         self._version = version
-        self._later: deque[tuple[str, dict[str, Any]]] = deque()
+        self.later: deque[tuple[str, dict[str, Any]]] = deque()
         self._repeats = _Repeats()
         self._persistent: VersionId | None = None
         """The newest version that this node's agent saw complete on the persistent level."""
@@ -127,9 +127,9 @@ class Reports:
     def sealed(self, snapshot: Snapshot | Copied) -> None:
         """Report that a version is complete in this rank's memory."""
         assert snapshot.manifest is not None
-        if not self._log.is_wanted(logging.DEBUG):  # at every step, perhaps
-            self._log.count("sealed", MEMORY)
-            self._succeeded(MEMORY)
+        if self._log.count_unwanted("sealed/memory"):  # at every step, perhaps
+            if self._repeats.has_failed:
+                self._succeeded(MEMORY)
             return
         self.emit(
             "sealed",
@@ -192,16 +192,16 @@ class Reports:
 
     def notice_later(self, text: str, severity: int) -> None:
         """Emit a notice later. Any thread."""
-        self._later.append(("notice", {"message": text, "severity": severity}))
+        self.later.append(("notice", {"message": text, "severity": severity}))
 
     def not_committed_later(self, id_: VersionId, error: str) -> None:
         """Report later that the local level does not get this rank's shard. Any thread."""
-        self._later.append(("failed", self._not_there(LOCAL, id_, error)))
+        self.later.append(("failed", self._not_there(LOCAL, id_, error)))
 
     def say(self) -> None:
         """Emit the reports that other threads left."""
-        while self._later:
-            name, values = self._later.popleft()
+        while self.later:
+            name, values = self.later.popleft()
             self.emit(name, **values)
 
     # --- the agent's ---------------------------------------------------------------------------
@@ -303,11 +303,14 @@ class _Repeats:
     def __init__(self) -> None:
         self._counts: dict[str | None, Counter[str]] = {}
         """By level; None: notices."""
+        self.has_failed = False
+        """There was a failure or a warning."""
         self._successes: Counter[str] = Counter()
         """The number since the last failure."""
 
     def failed(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the event, at DEBUG if they need not be shown again."""
+        self.has_failed = True
         level, text = values.get("level"), values["message"]
         if level is not None:
             self._successes[level] = 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .decisions import StallTimeout, Vote, as_vote, most_quiet_seconds, of_vote
     from .levels import AGENT, AWAITED, BROKEN, DONE, INTERVALS, LEDGERS, LOCAL, MEMORY, PEER
     from .levels import PENDING, PERSISTENT, RANK, Cost, CostEstimate, Level, place_of
-    from .parts import Boundary
+    from .parts import Boundary, Stalls
     from .restore_plan import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
     from .restore_plan import RestorePlan, Source, inventory_digest, newest_whole, pack_inventory
     from .restore_plan import plan_restore, unpack_inventory

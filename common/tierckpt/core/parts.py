@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tierckpt.restored import Restored
     from tierckpt.state.training_state import TrainingState
 
-__all__ = ["Boundary", "Part", "Parts", "VoteField"]
+__all__ = ["Boundary", "Part", "Parts", "Stalls", "VoteField"]
 
 
 class VoteField(NamedTuple):
@@ -74,6 +74,19 @@ class Boundary(Struct):
     """An answer of `vote`: numbers that all ranks read, on all ranks or none."""
     ends: bool = False
     """An answer of `read`: the job ends after this boundary, on all ranks."""
+
+
+class Stalls(Struct):
+    """For how long the training has waited since its start, by `time.perf_counter()`."""
+
+    boundary_seconds: float = 0.0
+    """At boundaries."""
+    barrier_seconds: float = 0.0
+    """Before changes of the state."""
+    passed_seconds: float = 0.0
+    """The end of the last boundary."""
+    version: int = 0
+    """Its version."""
 
 
 class Part:
@@ -203,9 +216,6 @@ class Part:
 
     def settle(self) -> None:
         """Return when the state may change."""
-
-    def changes(self, start_seconds: float) -> None:
-        """The state may change now; the wait for it started then, by `time.perf_counter()`."""
 
     def sealed(self, snapshot: Any) -> None:
         """The version of this `Snapshot` is complete on this rank."""
@@ -338,12 +348,13 @@ class Parts:
         self.apart, self.diverged = of(Part.apart), of(Part.diverged)
         self.suspicion, self.decided = of(Part.suspicion), of(Part.decided)
         self.voted, self.taken = of(Part.voted), of(Part.taken)
+        self.boundary_ends_again = of(Part.boundary_ends, again=True)
         self.boundary_ends = of(Part.boundary_ends)
         self.optimizer_called, self.step_starts = of(Part.optimizer_called), of(Part.step_starts)
         self.gradients_ready = of(Part.gradients_ready)
         self.stepped, self.iteration_ends = of(Part.stepped), of(Part.iteration_ends)
         self.released, self.name_reductions = of(Part.released), of(Part.name_reductions)
-        self.settle, self.changes, self.sealed = of(Part.settle), of(Part.changes), of(Part.sealed)
+        self.settle, self.sealed = of(Part.settle), of(Part.sealed)
         self.saving, self.drain = of(Part.saving), of(Part.drain)
         self.attached, self.pause = of(Part.attached), of(Part.pause)
         self.records_after, self.unused_after = of(Part.records_after), of(Part.unused_after)

@@ -3,7 +3,7 @@
 `started` is written when a checkpointer opens its event log, `attached` when it is ready,
 `progress` at the first boundary after each start or restore, then at the first boundary after every
 period, and at an end without `close()`. So the last state of a killed process is known within one
-period and one step. A boundary without a record costs two additions and a comparison.
+period and one step. The loop itself counts the times of waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from tierckpt._milestones import ATTEMPT_VARIABLE, RESTART_VARIABLE
-from tierckpt.core.parts import Boundary, Part
+from tierckpt.core.parts import Boundary, Part, Stalls
 from tierckpt.events import EventLog
 
 if TYPE_CHECKING:
@@ -37,23 +37,31 @@ class Heartbeat(Part):
     """One checkpointer's records. Training thread; never raises."""
 
     early = True
+    patient = frozenset(("boundary_ends",))
 
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
         """Of every job."""
-        return cls(job.log, PERIOD_SECONDS, job.group.size, job.start_seconds)
+        return cls(job.log, PERIOD_SECONDS, job.group.size, job.start_seconds, job.stalls)
 
     def __init__(
-        self, log: EventLog, period_seconds: float, world: int, attach_seconds: float
+        self,
+        log: EventLog,
+        period_seconds: float,
+        world: int,
+        attach_seconds: float,
+        stalls: Stalls,
     ) -> None:
-        """Write `started`. `attach_seconds`: start of the attach, by `time.monotonic()`."""
+        """Write `started`. `attach_seconds`: start of the attach, by `time.monotonic()`; `stalls`:
+        kept by the loop."""
         self._log, self._period, self._attach = log, period_seconds, attach_seconds
-        self._boundary = self._barrier = self._save = 0.0
+        self._stalls, self._save = stalls, 0.0
+        if not period_seconds:
+            self.patient = frozenset()
         self._facts: dict[str, Any] | None = {"from": 0}
         """Facts of the next record, which is due at the next boundary; None: a usual one."""
-        self._passed = time.perf_counter()
+        stalls.passed_seconds = time.perf_counter()
         self._next = 0.0 if log.has_file else math.inf
-        self._version = 0
         if not log.has_file:
             return
         facts = {
@@ -74,44 +82,42 @@ class Heartbeat(Part):
 
     def continues_from(self, result: Restored, base: VersionId | None, generation: int) -> None:
         """The next boundary writes a record, and sums start."""
-        self._boundary = self._barrier = self._save = 0.0
-        self._facts, self._version = {"from": result.version}, result.version
+        stalls = self._stalls
+        stalls.boundary_seconds = stalls.barrier_seconds = self._save = 0.0
+        self._facts, stalls.version = {"from": result.version}, result.version
         self._next = 0.0 if self._log.has_file else math.inf
 
     def boundary_ends(self, at: Boundary) -> None:
-        """Count its time; write a record if one is due."""
-        now = self._passed = time.perf_counter()
-        self._boundary += now - at.start_seconds
-        self._version = at.id.version
+        """Write a record if one is due."""
+        now = self._stalls.passed_seconds
         if now >= self._next:
             facts = {} if self._facts is None else {**self._facts, "run": at.run}
             self._facts = None
             self._next = now + self._period if self._log.has_file else math.inf
             self._write(facts)
 
-    def changes(self, start_seconds: float) -> None:
-        """Count the wait that ends now."""
-        self._barrier += time.perf_counter() - start_seconds
-
     @contextlib.contextmanager
     def saving(self, trained: bool) -> Iterator[None]:
         """Count all its waits; boundaries in it are part of it."""
-        start, stalls = time.perf_counter(), (self._boundary, self._barrier)
+        start, stalls = time.perf_counter(), self._stalls
+        before = stalls.boundary_seconds, stalls.barrier_seconds
         try:
             yield
         finally:
-            self._boundary, self._barrier = stalls
+            stalls.boundary_seconds, stalls.barrier_seconds = before
             self._save += time.perf_counter() - start
 
     def left(self, abandoned: bool) -> None:
         """Without `close()`: write the last state, which is newer than that of the last record."""
         if abandoned and self._log.has_file:
-            since = time.perf_counter() - self._passed
+            since = time.perf_counter() - self._stalls.passed_seconds
             self._write({**(self._facts or {}), "since_boundary": since, "ended": True})
 
     def _write(self, facts: dict[str, Any]) -> None:
-        seconds = {"boundary": self._boundary, "barrier": self._barrier, "save": self._save}
-        self._log.record("progress", version=self._version, seconds=seconds, facts=facts)
+        stalls = self._stalls
+        waits = {"boundary": stalls.boundary_seconds, "barrier": stalls.barrier_seconds}
+        seconds = {**waits, "save": self._save}
+        self._log.record("progress", version=stalls.version, seconds=seconds, facts=facts)
 
     def _startup(self) -> dict[str, float]:
         """Seconds from the process's start to torch's import, to the attach, and to now."""

@@ -123,7 +123,7 @@ class Iterations:
         *,
         boundary: Callable[[], None],
         before_step: Callable[[str], None],
-        made_step: Callable[[str], bool],
+        made_step: Callable[[str], bool] | None,
         stepped: Callable[[Iterable[str]], None],
         keep_streams: Callable[[], None],
         say: Say,
@@ -137,8 +137,9 @@ class Iterations:
             boundary: a forward pass (or the step of a closure) started the next iteration.
             before_step: the optimizer of this label is about to change something. (If the backward
                 pass is the closure of its step, this was called once before: `after_first_call`.)
-            made_step: its step ended; returns False if the step was not part of the training.
-            stepped: a step was made; receives the labels of `Iterations.stepped`.
+            made_step: its step ended; returns False if the step was not part of the training. None:
+                every step is.
+            stepped: a step was made; receives the labels of `Iterations.since`.
             keep_streams: a step was made and the next forward pass is its boundary: the next batch
                 is drawn before that.
             say: reports problems of the loop, each text once.
@@ -157,8 +158,8 @@ class Iterations:
         self._made_step, self._tell_stepped = made_step, stepped
         self._keep_streams = never_compiled("Tierckpt copies random streams here")(keep_streams)
         self._say, self._step_class, self._no_calls = say, step_class, no_calls
-        self._since: dict[str, int] = {}
-        """Steps of each optimizer since the last boundary."""
+        self.since: dict[str, int] = {}
+        """Steps of each optimizer since the last boundary; its keys are their labels."""
         self._called = False
         """True after the first call of `step()` in this run."""
         self._uncalled: Counter[str] = Counter()
@@ -166,8 +167,8 @@ class Iterations:
         self._stepless = 0
         """Calls of `step()` since the last optimizer step."""
         self._said: set[str] = set()
-        self._labels: dict[int, str] = {}
-        """Labels of the optimizers, by `id()`."""
+        self.labels: dict[int, str] = {}
+        """Labels of the watched optimizers, by `id()`."""
         self._hooks: list[Any] = []
         self._process = os.getpid()
 
@@ -182,7 +183,7 @@ class Iterations:
         """
         for label, optimizers in steppers.items():
             for optimizer in optimizers:
-                self._labels[id(optimizer)] = label
+                self.labels[id(optimizer)] = label
                 self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
         if not self.explicit:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
@@ -192,27 +193,22 @@ class Iterations:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._labels.clear()
+        self.labels.clear()
 
     @property
     def steps(self) -> int:
         """Optimizer steps since the last boundary; several optimizers step side by side."""
-        return max(self._since.values(), default=0)
-
-    @property
-    def stepped(self) -> list[str]:
-        """Labels of the optimizers that stepped since the last boundary."""
-        return list(self._since)
+        return max(self.since.values(), default=0)
 
     def pass_boundary(self) -> int:
         """Start counting at 0 again; returns the steps made."""
-        steps = max(self._since.values(), default=0)
-        self._since.clear()
+        steps = max(self.since.values(), default=0)
+        self.since.clear()
         return steps
 
     def count_one(self) -> None:
         """Count a change of the state without an optimizer as a step."""
-        self._since[""] = self._since.get("", 0) + 1
+        self.since[""] = self.since.get("", 0) + 1
 
     def called(self) -> bool:
         """The loop called `step()`; returns whether that ends an iteration."""
@@ -223,7 +219,7 @@ class Iterations:
             steps = max(self._uncalled.values())
             self._say_once(FIRST_CALL.format(steps=steps), logging.INFO)
         self._called = True
-        self._stepless = 0 if self._since else self._stepless + 1
+        self._stepless = 0 if self.since else self._stepless + 1
         if self._stepless >= STEPLESS_CALLS:
             self._say_once(NO_STEPS, logging.ERROR)
         return True
@@ -238,10 +234,6 @@ class Iterations:
             text = text.format(number=int(restored), version=restored.version)
             self._say_once(text, logging.WARNING)
 
-    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer is watched."""
-        return id(optimizer) in self._labels
-
     def step_starts(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
@@ -251,13 +243,13 @@ class Iterations:
         """
         if self.repeating:
             return None
-        label = self._labels[id(optimizer)]
+        label = self.labels[id(optimizer)]
         closure = closure_of(args, kwargs) if len(args) > 1 or kwargs else None
         if closure is None:
             self.stepping.add(label)
             self._before_step(label)
             return None
-        if callable(closure) and label in self._since and not self.explicit:
+        if callable(closure) and label in self.since and not self.explicit:
             self._pass_forward()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
         step, then = self._step_class(optimizer).step, partial(self._before_step, label)
@@ -273,13 +265,13 @@ class Iterations:
             if label not in self.stepping:
                 return
             self.stepping.discard(label)
-            if not self._made_step(label):
+            if self._made_step is not None and not self._made_step(label):
                 return
-            self._since[label] = self._since.get(label, 0) + 1
-            self._tell_stepped(self._since)
+            self.since[label] = self.since.get(label, 0) + 1
+            self._tell_stepped(self.since)
             if not self.explicit:
                 self._keep_streams()
-                if self._since[label] == STEPS_UNTIL_FORWARD:
+                if self.since[label] == STEPS_UNTIL_FORWARD:
                     self._say_once(NO_FORWARD, logging.ERROR)
             elif not self._called:
                 self._uncalled[label] += 1
@@ -290,7 +282,7 @@ class Iterations:
 
     @never_compiled(IN_THE_GRAPH)
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
-        if self._since and not self.stepping and module.training and torch.is_grad_enabled():
+        if self.since and not self.stepping and module.training and torch.is_grad_enabled():
             self._pass_forward()
 
     def _pass_forward(self) -> None:
@@ -431,8 +423,9 @@ class Hooks:
 
     def called(self) -> None:
         """The loop called the checkpointer's `step()`: the iteration is over."""
-        stepped = self._iterations.stepped
-        self._unregistered.idle.boundary(stepped)
+        stepped = [*self._iterations.since]
+        if stepped != self._unregistered.idle.usual:
+            self._unregistered.idle.boundary(stepped)
         if stepped and not self._counters.done:
             self._counters.boundary()
 
@@ -445,7 +438,7 @@ class Hooks:
     ) -> Arguments | None:
         for called in self._parts.optimizer_called:
             called()
-        if self._iterations.watches(optimizer):
+        if id(optimizer) in self._iterations.labels:
             return self._iterations.step_starts(optimizer, args, kwargs)
         self._unregistered.step_starts(optimizer)
         return None

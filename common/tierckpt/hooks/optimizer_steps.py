@@ -332,7 +332,7 @@ class IdleOptimizers:
         """Boundaries in a row with changed parameters and without a step."""
         self._counters: list[int] | None = None
         self._reported: set[str] = set()
-        self._usual: Collection[str] | None = None
+        self.usual: Collection[str] | None = None
         """With these steps since the last boundary, and none of another optimizer, nothing is to be
         done: it was so at the last boundary."""
 
@@ -340,7 +340,7 @@ class IdleOptimizers:
         """An optimizer that was not given makes a step; `members` are the `id()`s of its
         parameters."""
         self._since.add(optimizer)
-        self._usual = None
+        self.usual = None
         for label in self._stepped_by(set(members)):
             self._steps[label] += 1
             if self._steps[label] == STEPS and not self._boundaries:
@@ -359,9 +359,8 @@ class IdleOptimizers:
         return [param for group in groups for param in group["params"]]
 
     def boundary(self, stepped: Collection[str]) -> None:
-        """The loop called `step()`; the optimizers in `stepped` made steps since the last call."""
-        if stepped == self._usual:
-            return
+        """The loop called `step()`; the optimizers in `stepped` made steps since the last call.
+        Not needed if these are the `usual` ones."""
         outer = {self._state.outer.get(label, label) for label in stepped}
         others = list(self._since)
         self._since.clear()
@@ -376,7 +375,7 @@ class IdleOptimizers:
                 if self._boundaries[label] == BOUNDARIES:
                     self._report(label, other, f"at {BOUNDARIES} boundaries in a row")
         self._watch_values(bool(outer or others))
-        self._usual = None if others or outer != {*self._state.given} else stepped
+        self.usual = None if others or outer != {*self._state.given} else stepped
 
     def _other(
         self, label: str, others: Iterable[torch.optim.Optimizer]

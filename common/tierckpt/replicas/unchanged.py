@@ -69,13 +69,16 @@ class Unchanged(Part):
         same_plan = self._last is not None and self._last[0] is plan
         if not same_plan:
             self._runs = _runs(plan.striped_blocks)
-        striped = b"".join(manifest.digests[low:high] for low, high in self._runs)
+        striped = b""
+        for low, high in self._runs:  # one or two
+            striped += manifest.digests[low:high]
         same = same_plan and self._last is not None and self._last[1] == striped
-        if same and manifest.id.version == self._newest:
+        version = manifest.facts.id.version
+        if same and version == self._newest:
             return  # it was taken again, and no step was made
         self._last = plan, striped
-        self._first = self._first if same else manifest.id.version
-        self._newest = manifest.id.version
+        self._first = self._first if same else version
+        self._newest = version
         self.count = self.count + 1 if same else 0
         if not striped:
             self.count = NO_STRIPE

@@ -78,7 +78,7 @@ class Placements:
     ) -> None:
         """`reduced`, `untrained`: see the methods of `Adapter`."""
         self._reduced = None if reduced is None else {id(p): p for p in reduced}
-        self._untrained = {id(p) for p in untrained}
+        self.untrained = {id(p) for p in untrained}
         self._forward_changes: tuple[str, ...] = ()
 
     def forward_changes(self, patterns: str, names: Iterable[str]) -> None:
@@ -96,14 +96,14 @@ class Placements:
     def assumed_replicated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params` without training, hence without reduction: they count as replicated,
         until `keep_apart`."""
-        return [p for p in params if id(p) in self._untrained]
+        return [p for p in params if id(p) in self.untrained]
 
     def keep_apart(self, params: Iterable[torch.Tensor]) -> None:
         """These are every rank's own from now on; for a new layout."""
         for param in params:
             if self._reduced is not None:
                 self._reduced.pop(id(param), None)
-            self._untrained.discard(id(param))
+            self.untrained.discard(id(param))
 
     def of(
         self,

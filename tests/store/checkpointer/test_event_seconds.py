@@ -15,6 +15,8 @@ from tierckpt.snapshot import Binding, Staging, engine, snapshot
 from tierckpt.storage import LocalStore
 from tierckpt.testing import TinyJob
 
+pytestmark = pytest.mark.usefixtures("by_layer")
+
 SLOW_SECONDS = 0.1
 """Smallest reported time for a sleep of this length, even on a busy machine."""
 

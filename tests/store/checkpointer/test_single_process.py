@@ -254,7 +254,7 @@ def test_going_back_within_one_run(path: Path, settings: Any, course: dict[int, 
         assert job.fingerprint() == course[STEPS]
 
 
-@pytest.mark.usefixtures("inline_agent")
+@pytest.mark.usefixtures("inline_agent", "by_layer")
 def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -328,6 +328,7 @@ def test_with_a_wrapper_and_without_it_a_version_is_the_same(path: Path, setting
         assert exact.differences(wanted, job.image()) == []
 
 
+@pytest.mark.usefixtures("by_layer")
 @pytest.mark.parametrize(
     ("make", "change"),
     [(Sam, "first_step"), (ScheduleFree, "eval"), (ScheduleFree, "step")],
@@ -365,6 +366,7 @@ def test_methods_are_the_classes_own_again_and_copies_have_them(path: Path, sett
     assert vars(optimizer).keys() == {"base", "train_mode"}
 
 
+@pytest.mark.usefixtures("by_layer")
 def test_a_scheduler_before_and_one_after(path: Path, settings: Any) -> None:
     """The library replaces step(), of the wrapper as well."""
     with Job(Accelerated, path, settings) as job:

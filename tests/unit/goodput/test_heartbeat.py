@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.parts import boundary_at
+from tierckpt.core import Stalls
 from tierckpt.events import RECORDS, Event, EventLog
 from tierckpt.format import VersionId
 from tierckpt.goodput import Heartbeat
@@ -34,9 +35,13 @@ class Rank:
         self.events: list[Event] = []
         self.log = EventLog(0, str(folder), self.events.append)
         self.path = folder / "events-r00000.jsonl"
-        self.beat = Heartbeat(self.log, period_seconds, 2, time.monotonic())
+        self.stalls = Stalls()
+        self.beat = Heartbeat(self.log, period_seconds, 2, time.monotonic(), self.stalls)
 
-    def boundary(self, version: int) -> None:
+    def boundary(self, version: int, seconds: float = 0.0) -> None:
+        """A boundary of so long, as the loop counts it."""
+        self.stalls.boundary_seconds += seconds
+        self.stalls.passed_seconds, self.stalls.version = time.perf_counter(), version
         self.beat.boundary_ends(boundary_at(version))
 
     def lines(self, name: str = "progress") -> list[Line]:
@@ -64,12 +69,11 @@ def test_the_first_boundary_after_each_start_is_recorded(tmp_path: Path) -> None
 
 def test_stalls_are_sums_since_the_last_restore(tmp_path: Path) -> None:
     rank = Rank(tmp_path, period_seconds=0)
-    long_ago = time.perf_counter() - 10
-    rank.beat.boundary_ends(boundary_at(1, long_ago))
-    rank.beat.changes(long_ago)
-    rank.beat.boundary_ends(boundary_at(2, long_ago))
+    rank.boundary(1, 10.0)
+    rank.stalls.barrier_seconds += 10.0
+    rank.boundary(2, 10.0)
     with rank.beat.saving(trained=True):
-        rank.beat.boundary_ends(boundary_at(3, long_ago))
+        rank.boundary(3, 10.0)
     rank.boundary(4)
     rank.beat.continues_from(restored(4), VersionId(1, 4), 2)
     rank.boundary(5)
@@ -134,7 +138,7 @@ def test_records_are_in_the_file_alone(tmp_path: Path) -> None:
 
 def test_nothing_is_written_without_a_folder() -> None:
     log = EventLog(0)
-    beat = Heartbeat(log, 0, 1, time.monotonic())
+    beat = Heartbeat(log, 0, 1, time.monotonic(), Stalls())
     beat.attached(JOB)
     beat.boundary_ends(boundary_at(1))
     beat.continues_from(restored(1), VersionId(1, 1), 2)
