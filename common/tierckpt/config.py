@@ -580,7 +580,8 @@ class Config(Struct, frozen=True):
     level is slow: keep the newest waiting version, or `wait` for the level."""
     release: str = "auto"
     """Start of the copying: `backward` (with each layer's allreduce), `forward` (at once), or
-    `auto`: backward, until the barrier has to wait for it."""
+    `auto`: backward, until the barrier has to wait for it; up to 4 MiB a rank, all at the
+    boundary."""
     boundary: str = "explicit"
     """`explicit`: only a call of `step()` is the boundary; `forward`: the next forward pass in
     training mode after an optimizer step is. `restore()` returns calls, or steps."""

@@ -47,7 +47,8 @@ class Settings(TypedDict, total=False):
     level is slow: keep the newest waiting version, or `wait` for the level. Default: `"skip"`."""
     release: str
     """Start of the copying: `backward` (with each layer's allreduce), `forward` (at once), or
-    `auto`: backward, until the barrier has to wait for it. Default: `"auto"`."""
+    `auto`: backward, until the barrier has to wait for it; up to 4 MiB a rank, all at the boundary.
+    Default: `"auto"`."""
     boundary: str
     """`explicit`: only a call of `step()` is the boundary; `forward`: the next forward pass in
     training mode after an optimizer step is. `restore()` returns calls, or steps. Default:

@@ -272,11 +272,10 @@ class ActiveSnapshot:
         try:
             if metric is not None and (measured := metric()) is not None:
                 facts = replace(facts, metric=measured)
-            choose_slot = self._handoff.chooser(facts.id, len(facts.lineage))
             done = partial(self._handoff.done, version)
             at_once = self._may_turn_early and not self._parts.taken
             with normal_mode():
-                found = self.capture.take(facts, levels, values(), choose_slot, done, at_once)
+                found = self.capture.take(facts, levels, values(), self._handoff, done, at_once)
             if isinstance(found, Snapshot):
                 return found
             found.clock.boundary = time.perf_counter() - boundary_seconds

@@ -124,7 +124,9 @@ class NodeResources:
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)
         place = image_file.place_for_slots(config)
-        self.pool = SlotPool(self.job, self._rank, slots, reports.notice_later, place)
+        self.pool = SlotPool(
+            self.job, self._rank, slots, reports.notice_later, place, may_grow=not config.slots
+        )
         undo.callback(lambda: self.pool.close(remove=False))
         self.pool.adopt()
 

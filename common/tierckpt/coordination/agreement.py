@@ -470,15 +470,6 @@ class Agreement:
         found.discard(newest)
         return found
 
-    def complete_now(self) -> VersionId | None:
-        """The newest version in memory that is complete on all ranks, if this boundary's votes have
-        proved that by now. Training thread."""
-        ballot = self._ballot
-        if ballot is None or not ballot.is_plain or not ballot.pending.is_unanimous():
-            return None
-        about = ballot.about.get(MEMORY)
-        return None if about is None else about.id
-
     def last_word_now(self, protected: set[VersionId]) -> set[VersionId] | None:
         """As `last_word`; None instead of a wait. Training thread."""
         ballot = self._ballot

@@ -46,6 +46,7 @@ from tierckpt.core.version import Version
 from tierckpt.events import EventLog, JobEnd
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
+from tierckpt.format.records import VersionFacts
 from tierckpt.group import Group
 from tierckpt.storage.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.slots import Slot, seal_area_bytes
@@ -389,29 +390,30 @@ class SlotHandoff:
         self.finished: deque[tuple[Version, Snapshot | Copied]] = deque()
         """Copies with an end that the training thread has not processed."""
 
-    def chooser(self, id_: VersionId, runs: int) -> ChooseSlot:
+    def at_boundary(
+        self, facts: VersionFacts, blocks: int, image_bytes: int, usual: Slot | None
+    ) -> Slot:
+        """A slot that is free as the votes are known now, see `Slots`. Training thread."""
+        safe, pinned = self._agreement.memory.safe, self._agent.pinned()
+        if usual is not None and safe is not None and not pinned:
+            if self._pool.take_again(usual, safe):
+                return usual
+        protected = self._agreement.protected(facts.id)
+        sizes = seal_area_bytes(blocks, len(facts.lineage)), image_bytes
+        return self._pool.choose(protected, pinned, *sizes)
+
+    def chooser(self, facts: VersionFacts) -> ChooseSlot:
         """Return the function that finds a slot for this boundary's version. On the copier thread
         it waits, if necessary, for the proof that an older version is superseded."""
-        protected = self._agreement.protected(id_)
+        protected, runs = self._agreement.protected(facts.id), len(facts.lineage)
 
-        def choose(
-            blocks: int,
-            image_bytes: int,
-            at_once: bool = False,
-            usual: Slot | None = None,
-            makes: bool = False,
-        ) -> Slot:
-            if usual is not None and at_once and not self._agent.pinned():
-                complete = self._agreement.complete_now()
-                if complete is not None and self._pool.take_again(usual, complete):
-                    return usual
+        def choose(blocks: int, image_bytes: int, at_once: bool = False) -> Slot:
             seal_bytes, pool = seal_area_bytes(blocks, runs), self._pool
             if at_once:
                 proven = self._agreement.last_word_now(protected)
                 if proven is None:
                     raise NoSlotError("the ranks have not voted yet")
-                sizes = seal_bytes, image_bytes
-                return pool.choose(proven, self._agent.pinned(), *sizes, not makes)
+                return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes, True)
             try:
                 known = self._agreement.last_word(protected, waits=False)
                 return pool.choose(known, self._agent.pinned(), seal_bytes, image_bytes)

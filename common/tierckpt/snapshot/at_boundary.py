@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
 
 from tierckpt import _faults
+from tierckpt.format.ids import PAGE_BYTES
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.records import VersionFacts
@@ -27,19 +29,21 @@ from tierckpt.storage.slots import Slot
 
 from .copy_engine import Job, Library, Table
 from .copy_plan import Binding, CopyPlan
-from .snapshot import ChooseSlot, PhaseTimer
+from .snapshot import PhaseTimer
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MOST_BYTES", "Copied", "SmallVersions"]
+__all__ = ["MOST_BYTES", "SLOTS", "Copied", "SmallVersions"]
 
 MOST_BYTES = 4 * 1024 * 1024
 """A larger state is copied layer by layer: the training would wait for this one for a millisecond,
 at most."""
 
-
 SLOTS = 3
+
+SlotNow = Callable[[VersionFacts, int, int, Slot | None], Slot]
+"""See `staging.Slots.at_boundary`."""
 
 
 class Copied(Struct, eq=False):
@@ -65,6 +69,8 @@ class SmallVersions:
         """The job of the last version, which is used again with the same table."""
         self._last: deque[Copied] = deque(maxlen=SLOTS)
         """The last versions. The next one takes the slot of the oldest, if it can."""
+        self._chosen: Slot | None = None
+        """The slot of the newest one."""
 
     def forget(self) -> None:
         """Forget the last versions, and what they hold."""
@@ -77,11 +83,17 @@ class SmallVersions:
         levels: tuple[str, ...],
         plan: CopyPlan,
         tree: tuple[Any, list[torch.Tensor | bytes]],
-        choose_slot: ChooseSlot,
+        choose_slot: SlotNow,
     ) -> Copied | None:
-        """Copy and seal a version; None, and nothing is done, if it is not small, its bytes are not
-        in the memory of the CPU, or there is no slot now: the caller takes another way. Arguments as for `Snapshot`; `tree`: the
-        node, and the tensors of the arena. Raises OSError."""
+        """Copy and seal a version, in a slot that counts as being filled until the caller says
+        otherwise.
+
+        None, and nothing is done, if it is not small, its bytes are not in the memory of the CPU,
+        or there is no slot now: the caller takes another way. Arguments as for `Snapshot`; `tree`:
+        the node, and the tensors of the arena. Raises OSError.
+        """
+        if self._chosen is not None and self._pool.filling:  # an interrupt cut the last one short
+            self._pool.give_up(self._chosen)
         data_bytes, table = plan.layout.nbytes, plan.table()
         if table is None or not 0 < data_bytes <= MOST_BYTES or self._pool.in_place is not None:
             return None
@@ -100,13 +112,15 @@ class SmallVersions:
             oldest = self._last[0]
             fits = oldest.plan is plan and oldest.manifest.image_bytes == image_bytes
             usual = oldest.slot if fits else None
+        if self._pool.may_grow:
+            self._pool.have_more(SLOTS, image_bytes + PAGE_BYTES)
         if self._pool.count < SLOTS:
-            self._pool.have_more(SLOTS)
+            return None
         try:
-            slot = choose_slot(table.count + 1, image_bytes, True, usual, True)
+            slot = choose_slot(facts, table.count + 1, image_bytes, usual)
         except NoSlotError:
             return None
-        sealed = False
+        self._chosen = slot
         try:
             version = facts.id.version
             _faults.point("refill", version=version)
@@ -121,11 +135,10 @@ class SmallVersions:
             manifest = Manifest(facts, shard, *sizes, digests, time.time())
             _faults.point("seal", version=version)
             slot.seal(manifest.encode())
-            sealed = True
             _faults.point("sealed", version=version)
-        finally:
-            if not sealed:
-                self._pool.filled(slot, None)
+        except BaseException:
+            self._pool.give_up(slot)
+            raise
         after = time.perf_counter() - start
         clock = PhaseTimer(copy=copy_seconds, checksum=hash_seconds, sealed_after=after)
         copied = Copied(facts, plan, levels, slot, manifest, clock)

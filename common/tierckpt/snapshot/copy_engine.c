@@ -388,12 +388,10 @@ PUBLIC void tierckpt_desk_init(desk *d) {
 
 /* Copy head and tail of the image, around its blocks; the tail is followed by zeros up to
    `tail_room`. Release all blocks, and leave the job for the copier. Returns 0, and does nothing, if
-   the copier still uses another job. The job's memory must stay until a later call has returned 1.
-   Without `wakes`, the copier finds it when its wait is over. */
+   the copier still uses another job. The job's memory must stay until a later call has returned 1. */
 PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head, uint64_t head_bytes,
                               uint64_t blocks_bytes, const void *tail, uint64_t tail_bytes,
-                              uint64_t tail_room, const counters *watched, const uint32_t *before,
-                              uint32_t wakes) {
+                              uint64_t tail_room, const counters *watched, const uint32_t *before) {
     uint8_t *end = image + head_bytes + blocks_bytes;
     pthread_mutex_lock(&d->lock);
     uint32_t posted = d->job == NULL;
@@ -410,8 +408,7 @@ PUBLIC uint32_t tierckpt_post(desk *d, job *j, uint8_t *image, const void *head,
         d->job = j;
         d->last = j;
         d->settled = 0;
-        if (wakes)
-            wake_on(&d->turn, d->sleepers);
+        wake_on(&d->turn, d->sleepers);
     }
     pthread_mutex_unlock(&d->lock);
     return posted;

@@ -31,10 +31,6 @@ VARIABLE = "TIERCKPT_COPY_ENGINE"
 INTERFACE = 6
 """Number in the C file; a library with another one is not used."""
 
-WAKE_BYTES = 256 * 1024
-"""The copier is not woken for less: the barrier copies it in less time than the wake-up would take
-from the training."""
-
 HELP_BYTES = 256 * 1024 * 1024
 """Limit of one call of the library's `help`: Python handles a signal only after it."""
 HELP_NANOSECONDS = 100_000_000
@@ -90,8 +86,7 @@ class Table:
         self.nbytes = int(blocks[:, 3].sum())
         self._counters: Counters | None = None
         self._hash_address: int | None = None
-        self.blank = b""
-        """The memory of a new job."""
+        self._blank = b""
         self._memory: Any = None
 
     def counters_of(self, records: TensorRecords | None) -> Counters | None:
@@ -110,8 +105,8 @@ class Table:
             first = self._memory()
             at = ctypes.addressof(first)
             library.init(at, library.hash_address, self.segments, self.blocks, self.count)
-            self.blank, self._hash_address = first.raw, library.hash_address
-        return self._memory.from_buffer_copy(self.blank)
+            self._blank, self._hash_address = first.raw, library.hash_address
+        return self._memory.from_buffer_copy(self._blank)
 
 
 class Library:
@@ -152,7 +147,7 @@ class Library:
         self.desk_init = _function(held, "desk_init", [pointer])
         image = [number, ctypes.c_char_p, number, number, ctypes.c_char_p, number, number]
         watched = [pointer, ctypes.c_char_p]
-        self.post = _function(held, "post", [pointer, pointer, *image, *watched, small], small)
+        self.post = _function(held, "post", [pointer, pointer, *image, *watched], small)
         self.fill = _function(held, "fill", [pointer, *image])
         self.settle = _function(held, "settle", [pointer, pointer])
         self.ring = _function(held, "ring", [pointer])
@@ -286,8 +281,7 @@ class Desk:
         parts: tuple[bytes, int, bytes, int],
         counted: tuple[Counters | None, bytes | None] = (None, None),
     ) -> bool:
-        """Fill an image, with the help of the copier; training thread. A small job does not wake
-        the copier: it comes to it when its wait is over, or after `ring`.
+        """Fill an image, with the help of the copier; training thread.
 
         Args:
             job: not bound, with its blocks held.
@@ -307,7 +301,7 @@ class Desk:
         job.posted = True  # before: an interrupt may come after the call
         self._kept.append((job, (owner, counted)))
         at, sizes = (self.address, job._at, image), (len(head), nbytes, tail, len(tail), room)
-        if not self._library.post(*at, head, *sizes, watched, before, nbytes >= WAKE_BYTES):
+        if not self._library.post(*at, head, *sizes, watched, before):
             job.posted = False
             self._kept.pop()
             return False

@@ -98,15 +98,6 @@ class Engine(Protocol):
         """
         return False
 
-    def hurry(self) -> None:
-        """Have the copier complete a posted version: a thread waits for it. Any thread."""
-        ...
-
-    def renew(self) -> None:
-        """Become the engine of another version of the same plan, as if made anew. It was posted,
-        and another one after it."""
-        raise TypeError(f"a {type(self).__name__} is never posted")
-
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """Allow the copy into this slot, from byte `start` on; nothing is copied before."""
         ...
@@ -157,9 +148,6 @@ class BlockQueue:
     def held(self) -> set[int]:
         """See `Engine`."""
         return {*self._held}
-
-    def hurry(self) -> None:
-        """See `Engine`. No version is posted."""
 
     def release(self, blocks: Iterable[int] | None) -> None:
         """See `Engine`."""
@@ -265,16 +253,6 @@ class NativeEngine(Job, Engine):
         parts, plan = (head, self._plan.layout.nbytes, tail, room), self._plan
         counted = self._table.counters_of(plan.records), counters
         return self._desk.post(self, (plan, binding), binding.address, parts, counted)
-
-    def hurry(self) -> None:
-        """See `Engine`."""
-        if self.posted:
-            self._desk.ring()
-
-    def renew(self) -> None:
-        """See `Engine`. The desk does not use the job any more: it has taken another one since."""
-        self._watch, self._sealed, self.posted, self.unchanged = None, False, False, False
-        self._memory.raw = self._table.blank
 
     def fill(self, binding: Binding, start: int, watch: Watch) -> None:
         """See `Engine`."""

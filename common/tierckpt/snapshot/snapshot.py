@@ -7,15 +7,13 @@ The steps, with their threads:
 2. *release* (training thread): blocks of a layer may be copied once its allreduce has started. A
 small state is released as a whole, with its first layer. The first release wakes the copier: at the
 boundary it would only slow down the forward pass. (As long as slots must be made, which takes
-longer, it starts at once. A very small state does not wake it: see `copy_engine.WAKE_BYTES`.) After
-one second without a release (an evaluation may follow the boundary), the copier releases the rest
-by itself.
+longer, it starts at once.) After one second without a release (an evaluation may follow the
+boundary), the copier releases the rest by itself.
 
 3. *bind*: claim a slot that may be overwritten. The training thread does so when it releases a
 small state, if that does not wait and the engine can be *posted*: then it leaves the copier all
 work, in one call. Otherwise (a large state, a large tree, a vote that has not come, a slot to be
-made) the copier does, and waits. If a very small state has no slot yet, the barrier posts it, and
-the copier claims one only if no barrier comes.
+made) the copier does, and waits.
 
 4. *copy* (copier thread): the engine copies each block, and hashes it; blocks of the rank's tree
 follow when no others are released.
@@ -26,8 +24,6 @@ optimizer could change during its copy.
 
 6. *seal* (the thread that copied the last block, or saw that it was): digests, manifest, seal. If a
 version was posted, and no barrier comes for `LINGER_SECONDS` after the copy, the copier seals it.
-It comes to a very small one when its wait of up to a second is over, or when a thread waits for
-the version.
 
 A failure means that it is never sealed. Training is not affected.
 
@@ -57,7 +53,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -75,7 +71,7 @@ from tierckpt.state.names import parameter_of
 from tierckpt.storage.slot_pool import NoSlotError
 from tierckpt.storage.slots import Slot
 
-from .copy_engine import WAKE_BYTES, Desk, Progress
+from .copy_engine import Desk, Progress
 from .copy_plan import Binding, CopyPlan
 from .engine import Engine, SnapshotError, Watch
 
@@ -113,17 +109,15 @@ _copying: dict[int, weakref.ref[Reader]] = {}
 _numbers = itertools.count()
 
 
-def guard_memory_moves(snapshot: Reader) -> tuple[int, weakref.ref[Reader]]:
+def guard_memory_moves(snapshot: Reader) -> None:
     """Let the memory of this snapshot's sources stay until it is copied. Training thread, before
-    the first block may be copied. Returns its entry in `_copying`."""
+    the first block may be copied."""
     _install_guards()
     for number, each in [*_copying.items()]:
         reader = each()
         if reader is None or reader.over:
             _copying.pop(number, None)
-    number, weak = next(_numbers), weakref.ref(snapshot)
-    _copying[number] = weak
-    return number, weak
+    _copying[next(_numbers)] = weakref.ref(snapshot)
 
 
 def _before_move(storage: torch.UntypedStorage) -> None:
@@ -186,18 +180,9 @@ class ChooseSlot(Protocol):
     """(blocks, image bytes) -> an unsealed slot of that size. May raise.
 
     Copier thread, and waits; with `at_once` also the training thread, and raises NoSlotError
-    instead of waiting, also where memory is to be made, unless it `makes` that. `usual`: one of
-    that size, to be preferred."""
+    instead of waiting."""
 
-    def __call__(
-        self,
-        blocks: int,
-        image_bytes: int,
-        at_once: bool = False,
-        usual: Slot | None = None,
-        makes: bool = False,
-        /,
-    ) -> Slot:
+    def __call__(self, blocks: int, image_bytes: int, at_once: bool = False, /) -> Slot:
         """Choose a slot."""
         ...
 
@@ -261,9 +246,6 @@ class Snapshot:
     _changed: threading.Condition | None = field(default=None, init=False)
     """Of the lock, once a thread waits."""
     _all_released: bool = field(default=False, init=False)
-    _deferred: bool = field(default=False, init=False)
-    """True: no slot is free yet for a very small state. The barrier posts it, instead of the
-    copier's wait for the slot."""
     _digests: bytes | None = field(default=None, init=False)
     """Those of the engine's blocks, once all are copied."""
     _left: int = field(default=1, init=False)
@@ -277,10 +259,6 @@ class Snapshot:
     _data_bytes: int = field(default=0, init=False)
     _tree: tree_codec.EncodedTree | None = field(default=None, init=False)
     _tree_bytes: int = field(default=0, init=False)
-    _usual_slot: Slot | None = field(default=None, init=False)
-    """The slot of its version before this one, if it was renewed."""
-    _usual_bytes: int = field(default=0, init=False)
-    """The length of the image there."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.facts.id.version, self.plan)
@@ -294,36 +272,7 @@ class Snapshot:
         self._tree_digests: list[bytes] = []
         self._counters: bytes | None = self.plan.baseline
         """None once they were compared."""
-        self._number, self._weak = guard_memory_moves(self)
-
-    @property
-    def is_spent(self) -> bool:
-        """True if it was posted, sealed and reported."""
-        return self.sealed and self._reported and self.engine.posted
-
-    def renew(
-        self,
-        facts: VersionFacts,
-        levels: tuple[str, ...],
-        node: tree_codec.Packed,
-        arena: tree_codec.Arena,
-        choose_slot: ChooseSlot,
-        on_done: Callable[[Any], None],
-    ) -> None:
-        """Become the snapshot of the next version but one, with the same plan, as if it was made
-        anew. What a step costs is the number of objects that it touches. Only if it `is_spent`,
-        nobody else refers to it, and a later version was posted.
-        """
-        usual, usual_bytes = self.slot, len(self._header) + self._data_bytes
-        vars(self).update(FRESH)
-        self.facts, self.levels, self.node, self.arena = facts, levels, node, arena
-        self.choose_slot, self.on_done, self._usual_slot = choose_slot, on_done, usual
-        self._usual_bytes = usual_bytes
-        self.clock, self.started_seconds = PhaseTimer(), time.monotonic()
-        self.watch.version, self.watch.trace = facts.id.version, None
-        self._counters = self.plan.baseline
-        self.engine.renew()
-        _copying[self._number] = self._weak
+        guard_memory_moves(self)
 
     @property
     def failed(self) -> bool:
@@ -348,7 +297,7 @@ class Snapshot:
 
     def release(self, params: Iterable[torch.Tensor]) -> None:
         """Allow the copy of these parameters' layers from now on."""
-        if self._all_released or self._deferred:
+        if self._all_released:
             return
         if self._at_once:
             self._release(None)
@@ -358,21 +307,17 @@ class Snapshot:
 
     def release_all(self) -> None:
         """Allow the copy of everything from now on."""
-        if not (self._all_released or self._deferred):
+        if not self._all_released:
             self._release(None)
 
-    def _release(self, blocks: Iterable[int] | None, in_barrier: bool = False) -> None:
+    def _release(self, blocks: Iterable[int] | None) -> None:
         """Allow the copy of these blocks, of all with None, and have the copier start."""
         try:
             with self._lock:  # as `_take_submit`
                 submit, self.submit = self.submit, None
-            if submit is not None and self._at_once:
-                if self._post(may_defer=not in_barrier):
-                    self._all_released = True
-                    return
-                if self._deferred and not in_barrier:
-                    self.submit = submit
-                    return
+            if submit is not None and self._at_once and self._post():
+                self._all_released = True
+                return
             self.engine.release(blocks)
             self._all_released = blocks is None
             if submit is not None:
@@ -393,9 +338,9 @@ class Snapshot:
             submit, self.submit = self.submit, None
             return submit
 
-    def _post(self, may_defer: bool) -> bool:
+    def _post(self) -> bool:
         """Bind, release all, and leave the copier all work. False if it must bind itself, because
-        that takes time, or if that is deferred. No other thread knows the slot before."""
+        that takes time. No other thread knows the slot before."""
         try:
             if not self.engine.posts or not self.open or self.watch.each():
                 return False
@@ -409,7 +354,6 @@ class Snapshot:
                 self._binding = None
             return self.engine.posted
         except NoSlotError:
-            self._deferred = may_defer and self.plan.layout.nbytes < WAKE_BYTES
             return False
         except BaseException as error:
             self.fail(error)
@@ -424,7 +368,7 @@ class Snapshot:
         try:
             _faults.point("barrier", version=self.facts.id.version)
             if not self._all_released:
-                self._release((), in_barrier=True)  # the engine releases the rest
+                self._release(())  # the engine releases the rest
             if self._binding is None:
                 self._await_slot()
             while (progress := self.work(None)) is Progress.UNFINISHED:
@@ -451,11 +395,6 @@ class Snapshot:
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
         """Return True when it is over and `on_done` was called, False after the time-out."""
         self._report()  # if the copier has left since it failed
-        if timeout_seconds != 0.0 and not self._reported:  # no barrier may come
-            if self._deferred:
-                self._release_quietly()
-                self.start()
-            self.engine.hurry()
         return self._wait_for(lambda: self._reported, timeout_seconds)
 
     def _wait_for(self, reached: Callable[[], bool], timeout_seconds: float | None) -> bool:
@@ -562,8 +501,7 @@ class Snapshot:
         blocks = len(self.plan.layout.blocks) + tree_blocks
         if self.slot is None:  # else the desk was taken
             image_bytes = len(self._header) + self._data_bytes
-            usual = self._usual_slot if image_bytes == self._usual_bytes else None
-            self.slot = self.choose_slot(blocks, image_bytes, at_once, usual)
+            self.slot = self.choose_slot(blocks, image_bytes, at_once)
         if self.watch.trace is not None:
             self.watch.span("slot", start)
         _faults.point("refill", version=self.facts.id.version)
@@ -712,10 +650,6 @@ class Snapshot:
                 self._reported = True
                 if self._changed is not None:
                     self._changed.notify_all()
-
-
-FRESH = {each.name: each.default for each in fields(Snapshot) if each.default is not MISSING}
-"""What every new snapshot has in common."""
 
 
 def _parameters(names: Iterable[str]) -> str:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 
@@ -32,6 +31,7 @@ from tierckpt.state.process_state import RNG_KINDS, Switches, pack_rng
 from tierckpt.state.training_state import FILES, TrainingState
 from tierckpt.state.tree_codec import EncodedTree
 from tierckpt.storage.slot_pool import SlotPool
+from tierckpt.storage.slots import Slot
 
 from . import copy_engine
 from .at_boundary import Copied, SmallVersions
@@ -110,6 +110,21 @@ def normal_mode() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
+class Slots(Protocol):
+    """Chooses slots for the versions of a job."""
+
+    def at_boundary(
+        self, facts: VersionFacts, blocks: int, image_bytes: int, usual: Slot | None
+    ) -> Slot:
+        """An unsealed slot of at least that size, for this boundary's version; `usual`: one that
+        has it, and is preferred. Does not wait for votes. Raises NoSlotError, OSError."""
+        ...
+
+    def chooser(self, facts: VersionFacts) -> ChooseSlot:
+        """The function that chooses a slot for this boundary's version."""
+        ...
+
+
 class Staging:
     """Makes the snapshots of one checkpointer. Training thread."""
 
@@ -139,8 +154,6 @@ class Staging:
         """See `_harmless`."""
         library = copy_engine.find() if desk is not None else None
         self._small = None if library is None else SmallVersions(library, pool)
-        self._used: tuple[Snapshot | None, Snapshot | None] = None, None
-        """The last two snapshots. The older one may be renewed."""
         self._streams: tuple[dict[str, Any], tree_codec.Arena] | None = None
         self._failed: Exception | None = None
         """Error of the state's own objects within a step, where raising would end the training."""
@@ -166,14 +179,15 @@ class Staging:
         """Forget the plan and all copies, because the state was replaced."""
         self.plan = self._streams = self._failed = None
         self._apart, self._parts, self._judged = False, (), (None, False)
-        self._forget_copies()
+        if self._small is not None:
+            self._small.forget()
 
     def take(
         self,
         facts: VersionFacts,
         levels: tuple[str, ...],
         adapter: Any,
-        choose_slot: ChooseSlot,
+        slots: Slots,
         on_done: Callable[[Snapshot | Copied], None],
         at_once: bool = False,
     ) -> Snapshot | Copied:
@@ -184,7 +198,7 @@ class Staging:
             facts: those of its version.
             levels: where it goes.
             adapter: the result of `Adapter.pack`.
-            choose_slot: see `Snapshot`.
+            slots: chooses one.
             on_done: called by the thread that ends the copy, not for a version that is complete.
             at_once: a version may be complete.
 
@@ -196,25 +210,11 @@ class Staging:
             self._whole_boundaries = max(self._whole_boundaries - 1, 0)
         if at_once and self._small is not None:
             tree = node, arena.tensors
-            copied = self._small.copy(facts, levels, plan, tree, choose_slot)
+            copied = self._small.copy(facts, levels, plan, tree, slots.at_boundary)
             if copied is not None:
                 return copied
-        before, last = self._used
-        if (
-            before is not None
-            and before.plan is plan
-            and before.is_spent
-            and last is not None
-            and last.engine.posted
-            and sys.getrefcount(before) == _OWNERS
-        ):
-            before.renew(facts, levels, node, arena, choose_slot, on_done)
-            self._used = last, before
-            return before
-        engine = self._engine(plan)
-        new = Snapshot(facts, plan, levels, node, arena, choose_slot, on_done, engine)
-        self._used = last, new
-        return new
+        choose_slot, engine = slots.chooser(facts), self._engine(plan)
+        return Snapshot(facts, plan, levels, node, arena, choose_slot, on_done, engine)
 
     def _engine(self, plan: CopyPlan) -> Engine:
         """The engine for a version that is taken now."""
@@ -397,22 +397,10 @@ class Staging:
         if self.lane is not None:
             self.lane.close()
         self.plan = None
-        self._forget_copies()
-
-    def _forget_copies(self) -> None:
-        self._used = None, None
         if self._small is not None:
             self._small.forget()
 
 
-def _owners() -> int:
-    """The references to an object in a tuple and in a variable, as this Python counts them."""
-    kept = (object(),)
-    each = kept[0]
-    return sys.getrefcount(each)
-
-
-_OWNERS = _owners()
 _NOTHING = tree_codec.Packed({})
 
 

@@ -59,23 +59,26 @@ class SlotPool:
         count: int,
         on_notice: Callable[[str, int], None],
         in_place: LocalStore | None = None,
+        may_grow: bool = False,
     ) -> None:
         """`on_notice(text, severity)` reports the fall-back to private memory of this process.
 
         `in_place`: the local level, if slots are to be files in it (see `slots.ImageFile`).
+        `may_grow`: `count` is not a setting, see `have_more`.
         """
         self.job = job
         self.rank = rank
         self.in_place = in_place
         """None also after there was no room for such a file."""
-        self.count = count
-        """Number of slots as long as none is read for long."""
+        self.count, self.may_grow = count, may_grow and in_place is None
+        """Number of slots as long as none is read for long; whether `have_more` may change it."""
         self.slots: list[Slot | None] = [None] * count
         self.volatile = False
         """True once a slot does not outlive this process (`shm_dir` was too small)."""
         self._held: list[VersionId | None] = [None] * count
         """The sealed version in each slot."""
-        self._filling: set[int] = set()
+        self.filling: set[int] = set()
+        """Slots that are being filled; set by the pool."""
         self._foreign: set[int] = set()
         """Adopted slots that an agent of the previous run may still be reading."""
         self._read_since: dict[int, float] = {}
@@ -154,22 +157,29 @@ class SlotPool:
                 if not at_once:
                     surplus = self._surplus(protected, pinned)
                 index = self._free_index(protected, pinned)
-                self._filling.add(index)
+                self.filling.add(index)
             if surplus is not None:
                 self.on_unmap(surplus)
                 surplus.remove()
             return self._make_ready(index, seal_bytes, image_bytes, at_once)
         except BaseException:
             with self._lock:
-                self._filling.discard(index)
+                self.filling.discard(index)
             raise
 
-    def have_more(self, count: int) -> None:
-        """Have at least so many slots from now on. They are made when they are chosen."""
+    def have_more(self, count: int, nbytes: int) -> None:
+        """Have at least so many slots from now on, if there is memory for them on each rank of this
+        node, and no setting says how many there are. Looks once. `nbytes`: the size of one."""
+        if not self.may_grow:
+            return
+        self.may_grow = False
+        more = count - sum(slot is not None for slot in self.slots)
         with self._lock:
-            more = max(count - len(self.slots), 0)
-            self.slots, self._held = self.slots + [None] * more, self._held + [None] * more
-            self.count = max(self.count, count)
+            if more <= 0 or self._is_memory_for(more * nbytes):
+                lacking = max(count - len(self.slots), 0)
+                self.slots += [None] * lacking
+                self._held += [None] * lacking
+                self.count = max(self.count, count)
 
     def take_again(self, slot: Slot, complete: VersionId) -> bool:
         """As `choose`, of this slot, as it fits; False, and nothing is chosen, where that needs a
@@ -182,16 +192,19 @@ class SlotPool:
             with self._lock:
                 if self._foreign or self._read_since or self.in_place is not None:
                     return False
-                held = self._held[self.slots.index(slot)] if slot in self.slots else None
+                if slot not in self.slots:
+                    return False
+                place = self.slots.index(slot)
+                held = self._held[place]
                 if held is None or held >= complete:
                     return False
-                index = self.slots.index(slot)
-                self._filling.add(index)
+                index = place
+                self.filling.add(index)
                 self._held[index] = None
             slot.unseal()
         except BaseException:
             with self._lock:
-                self._filling.discard(index)
+                self.filling.discard(index)
             raise
         return True
 
@@ -201,7 +214,7 @@ class SlotPool:
             reading = self._reading(pinned)
         first: tuple[bool, VersionId, int] | None = None
         for index, held in enumerate(self._held):
-            if index in self._filling or index in reading or held in protected:
+            if index in self.filling or index in reading or held in protected:
                 continue
             if index < self.count or self.slots[index] is not None:
                 place = index in self._read_since, held or NO_VERSION, index
@@ -219,7 +232,7 @@ class SlotPool:
     def _more(self) -> int:
         """The number of a slot that does not exist yet, beyond the usual ones."""
         for index in range(self.count, len(self.slots)):
-            if self.slots[index] is None and index not in self._filling:
+            if self.slots[index] is None and index not in self.filling:
                 return index
         self.slots.append(None)
         self._held.append(None)
@@ -230,7 +243,7 @@ class SlotPool:
         reading, last = self._reading(pinned), len(self.slots) - 1
         if last < self.count + len(self._late()) or time.monotonic() < self._kept_until:
             return None
-        if last in self._filling or last in reading or self._held[last] in protected:
+        if last in self.filling or last in reading or self._held[last] in protected:
             return None
         self._held.pop()
         self._read_since.pop(last, None)
@@ -266,7 +279,7 @@ class SlotPool:
     def _growable(self) -> int:
         """Number of slots that can be made in addition, as others are read for long."""
         existing = sum(slot is not None for slot in self.slots[self.count :])
-        making = sum(index >= self.count and self.slots[index] is None for index in self._filling)
+        making = sum(index >= self.count and self.slots[index] is None for index in self.filling)
         wanted = len(self._late()) - existing - making
         return wanted if wanted > 0 and self._memory_for_more() else 0
 
@@ -276,13 +289,17 @@ class SlotPool:
         if now - self._looked_seconds > LOOK_SECONDS:
             self._looked_seconds = now
             nbytes = max((slot.nbytes for slot in self.slots if slot is not None), default=0)
-            place = self.job.root if self.in_place is None else self.in_place.directory
-            found, room = os.statvfs(place), memory_room()
-            ranks = max(self.job.trainers(), 1)
-            self._has_memory = found.f_bavail * found.f_frsize >= nbytes and (
-                room is None or room.nbytes >= (ranks + 1) * nbytes
-            )
+            self._has_memory = self._is_memory_for(nbytes)
         return self._has_memory
+
+    def _is_memory_for(self, nbytes: int) -> bool:
+        """Whether there is so much on each rank of this node."""
+        place = self.job.root if self.in_place is None else self.in_place.directory
+        found, room = os.statvfs(place), memory_room()
+        ranks = max(self.job.trainers(), 1)
+        return found.f_bavail * found.f_frsize >= nbytes and (
+            room is None or room.nbytes >= (ranks + 1) * nbytes
+        )
 
     def _takeable(self) -> set[int]:
         """Slots that may be taken away from a reader. Not a file that becomes the shard's own, nor
@@ -385,10 +402,18 @@ class SlotPool:
     def filled(self, slot: Slot | None, sealed: VersionId | None) -> None:
         """Record that the snapshot in `slot` is done, and the version `sealed` that it holds."""
         with self._lock:
-            for index in tuple(self._filling):
+            for index in tuple(self.filling):
                 if self.slots[index] is slot:
                     self._held[index] = sealed
-                    self._filling.discard(index)
+                    self.filling.discard(index)
+
+    def give_up(self, slot: Slot) -> None:
+        """Void a slot that is being filled, if it is: it can be chosen again."""
+        with self._lock:
+            for index in [i for i in self.filling if self.slots[i] is slot]:
+                slot.unseal()
+                self._held[index] = None
+                self.filling.discard(index)
 
     def has_room(self, needed: Iterable[VersionId], pinned: set[str]) -> bool:
         """True when a slot is free besides those of `needed` versions, sealed or not."""

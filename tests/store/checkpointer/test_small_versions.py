@@ -97,9 +97,9 @@ def test_a_larger_state_is_copied_by_layer(
         assert job.heard("failed") == []
 
 
-@pytest.mark.parametrize("release", ["backward", "forward"])
-def test_the_setting_decides(release: str, path: Path, settings: dict[str, Any]) -> None:
-    with TinyJob(path, release=release, **settings) as job:
+@pytest.mark.parametrize("given", [{"release": "backward"}, {"release": "forward"}, {"slots": 2}])
+def test_a_setting_decides(given: Any, path: Path, settings: dict[str, Any]) -> None:
+    with TinyJob(path, **given, **settings) as job:
         job.run(1)
         assert job.checkpointer._active.snapshot is not None
 
@@ -150,8 +150,28 @@ def test_after_a_failure_no_slot_is_lost(
         job.iteration = 5
         job.run(STEPS)
         job.checkpointer.complete()
-        assert not job.checkpointer._pool._filling
+        assert not job.checkpointer._pool.filling
         assert len(sealed(job)) == at_boundary.SLOTS
+        assert {e.version for e in job.heard("failed", "memory")} == {5}
+
+
+def test_an_interrupt_before_it_is_told_loses_no_slot(
+    path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with TinyJob(path, **settings) as job:
+        job.run(4)
+        handoff = job.checkpointer._levels.slot_handoff
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(handoff, "done", interrupted)
+            job.run(5)
+        assert job.checkpointer._pool.filling
+        job.iteration = 5
+        job.run(STEPS)
+        job.checkpointer.complete()
+        assert not job.checkpointer._pool.filling
         assert {e.version for e in job.heard("failed", "memory")} == {5}
 
 
@@ -166,6 +186,30 @@ def test_the_third_slot_comes_with_the_first_small_version(
     with TinyJob(path / "two", **settings) as job:
         job.run(1)
         assert job.checkpointer._pool.count == at_boundary.SLOTS
+
+
+def test_without_memory_for_a_third_slot_it_is_copied_by_layer(
+    path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotPool, "_is_memory_for", lambda self, nbytes: False)
+    with TinyJob(path, **settings) as job:
+        job.run(4)
+        assert job.checkpointer._active.snapshot is not None
+        assert job.checkpointer._pool.count == 2
+        assert job.heard("failed") == []
+
+
+def test_a_restart_goes_on_with_its_three_slots(path: Path, settings: dict[str, Any]) -> None:
+    with TinyJob(path, **settings) as job:
+        job.run(4)
+        job.checkpointer.abandon()
+    with TinyJob(path, **settings) as job:
+        assert job.restore() == 4
+        for version in (5, 6, 7, 8):
+            job.run(version)
+            assert job.checkpointer._active.snapshot is None
+        assert len(sealed(job)) == at_boundary.SLOTS
+        assert len(job.checkpointer._pool.slots) == at_boundary.SLOTS
 
 
 def test_a_slot_that_another_program_removes_is_missed(

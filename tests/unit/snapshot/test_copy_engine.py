@@ -31,12 +31,6 @@ def engine() -> Library:
 
 
 @pytest.fixture
-def wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Posts wake the copier, however small their jobs are."""
-    monkeypatch.setattr(copy_engine, "WAKE_BYTES", 0)
-
-
-@pytest.fixture
 def own_engine(engine: Library) -> Library:
     """A second one, with a hash function that tests may replace."""
     hashes = next(copy_engine._hash_libraries())
@@ -194,7 +188,6 @@ def post(desk: Desk, job: Job, memory: Memory) -> tuple[bool, np.ndarray]:
     return posted, image
 
 
-@pytest.mark.usefixtures("wakes")
 def test_a_posted_job_is_copied_with_head_and_tail(engine: Library) -> None:
     memory, desk = Memory([[100], [64 * 1024, 7]]), Desk(engine)
     with running(lambda: desk.serve(30.0, 0.0)) as served:
@@ -253,7 +246,6 @@ def test_a_job_stays_in_memory_while_the_copier_may_use_it(engine: Library) -> N
     assert left() is None
 
 
-@pytest.mark.usefixtures("wakes")
 def test_an_aborted_job_calls_the_copier_after_its_block(own_engine: Library) -> None:
     memory, desk = Memory([[100], [200]]), Desk(own_engine)
     inside, resume = threading.Event(), threading.Event()
@@ -286,21 +278,19 @@ def test_other_work_of_the_copier_does_not_make_it_forget_a_job(engine: Library)
     assert desk.serve(0.0, 30.0) is Progress.IDLE
 
 
-@pytest.mark.parametrize("hurried", [False, True])
-def test_a_small_job_wakes_no_copier_and_is_copied_when_its_wait_is_over_or_it_is_hurried(
-    hurried: bool, engine: Library
-) -> None:
-    memory, desk = Memory([[100], [64 * 1024, 7]]), Desk(engine)
-    assert memory.table.nbytes < copy_engine.WAKE_BYTES
-    job = Job(engine, memory.table)
-    with running(lambda: desk.serve(60.0 if hurried else 0.5, 0.0)) as served:
-        time.sleep(0.2)
-        posted, image = post(desk, job, memory)
-        assert posted
-        if hurried:
-            desk.ring()
-    assert served == [Progress.UNFINISHED if hurried else Progress.COMPLETE]
-    assert image.tobytes().startswith(HEAD + memory.expected() + TAIL)
+def test_a_small_image_is_filled_at_once_again_and_again(engine: Library) -> None:
+    memory = Memory([[100], [64 * 1024, 7]])
+    job, nbytes = Job(engine, memory.table), memory.table.nbytes
+    images = [np.full(len(HEAD) + nbytes + ROOM, 255, np.uint8) for _ in range(2)]
+    for image in images:
+        job.fill_at_once(image.ctypes.data, (HEAD, nbytes, TAIL, ROOM))
+    expected = HEAD + memory.expected() + TAIL.ljust(ROOM, b"\0")
+    assert [image.tobytes() for image in images] == [expected, expected]
+    _, _, digests = job.results()
+    posted, desk = Job(engine, memory.table), Desk(engine)
+    assert post(desk, posted, memory)[0]
+    assert posted.help(desk) is Progress.COMPLETE
+    assert posted.results()[2] == digests
 
 
 def test_a_barrier_finds_counters_that_changed_and_memory_that_moved(engine: Library) -> None:
