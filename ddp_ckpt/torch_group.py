@@ -26,6 +26,8 @@ __all__ = ["common_group", "find_ddps", "reduced_by"]
 BROADCAST_COST_BYTES = 1 << 20
 """Bytes that a gathering carries in the time that one broadcast takes: both have to pass all
 ranks."""
+HEAD_BYTES, SIZE_BYTES = 4096, 8
+"""What the first gathering of an object carries; its start is the object's size."""
 
 
 class _PendingReduce:
@@ -80,13 +82,15 @@ class TorchGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Group."""
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.cat(self._all_gather(torch.tensor([packed.numel()], device="cpu"))).tolist()
+        size = torch.tensor([packed.numel()], device="cpu").view(torch.uint8)
+        gathered = self._all_gather(_padded(torch.cat([size, packed]), HEAD_BYTES))
+        sizes = [int(each[:SIZE_BYTES].view(torch.int64)) for each in gathered]
+        heads = [each[SIZE_BYTES:] for each in gathered]
         # gloo gathers equal sizes. If one rank has a much larger object, padding all to its size
         # would gather `size` times as much; so that rank broadcasts the rest of its object.
         width = gathered_bytes(sizes)
-        padded = torch.zeros(width, dtype=torch.uint8, device="cpu")
-        padded[: packed.numel()] = packed[:width]
-        heads = self._all_gather(padded)
+        if width > heads[0].numel():
+            heads = self._all_gather(_padded(packed, width))
         return [
             pickle.loads(self._whole(rank, packed, head, size).numpy().tobytes())
             for rank, (head, size) in enumerate(zip(heads, sizes, strict=True))
@@ -94,7 +98,7 @@ class TorchGroup:
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor, group=self._group)
+        self._group.allgather([gathered], [tensor]).wait()
         return gathered
 
     def _whole(
@@ -138,6 +142,13 @@ class TorchGroup:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _padded(value: torch.Tensor, width: int) -> torch.Tensor:
+    """The first bytes of a value, followed by zeros if it has fewer than `width`."""
+    padded = torch.zeros(width, dtype=torch.uint8, device="cpu")
+    padded[: value.numel()] = value[:width]
+    return padded
 
 
 def _patience(members: dist.ProcessGroup | None) -> datetime.timedelta:
