@@ -286,7 +286,10 @@ class Hub:
         if isinstance(order, Leave | Finish):
             self.close()
         self._obey(message)
-        if isinstance(order, Start) and self._size > 1 and order.attempt <= self._max_restarts:
+
+    def prepare(self) -> None:
+        """Prepare the next attempt, while this one trains."""
+        if self._size > 1 and self._coordinator.attempt <= self._max_restarts:
             self._rendezvous.prepare(self._slots)
 
     def close(self) -> None:

@@ -79,44 +79,50 @@ class Rendezvous:
     which lasts as long as the attempt.
 
     torch's clients wait for 0.3 s after a refused connection, so the server is there before the
-    scripts, and before the failure."""
+    scripts, and before the failure. To start and to end a process takes longer than all else that a
+    shim does after a failure, so both are done in `prepare`."""
 
     def __init__(self, place: Place, handlers: process.Handlers) -> None:
         self._place, self._handlers = place, handlers
         self._current: _Servers | None = None
         self._next: _Servers | None = None
+        self._former: _Servers | None = None
 
     def prepare(self, slots: Slots) -> None:
-        """Start the servers of the next attempt."""
+        """Start the servers of the next attempt, and end those of the last one."""
+        if self._former is not None:
+            self._former.close()
+            self._former = None
         if self._next is None:
             self._next = _Servers(self._place, self._handlers, slots)
 
     def renew(self, slots: Slots) -> dict[str, str]:
-        """End the servers of the last attempt; return variables for the next one's environment."""
-        self.prepare(slots)
-        former, self._current, self._next = self._current, self._next, None
-        if former is not None:
-            former.close()
+        """Return variables for the next attempt's environment."""
+        if self._next is None:
+            self.prepare(slots)
+        self._former, self._current, self._next = self._current, self._next, None
         assert self._current is not None
         return self._current.environment()
 
     @property
     def helpers(self) -> list[int]:
         """Ids of the processes."""
-        return [each.pid for each in (self._current, self._next) if each is not None]
+        return [each.pid for each in self._all()]
 
     def forget(self) -> None:
         """In a forked process: close descriptors; the servers stay."""
-        for each in (self._current, self._next):
-            if each is not None:
-                each.forget()
+        for each in self._all():
+            each.forget()
 
     def close(self) -> None:
         """End all servers."""
-        for each in (self._current, self._next):
-            if each is not None:
-                each.close()
-        self._current = self._next = None
+        for each in self._all():
+            each.close()
+        self._former = self._current = self._next = None
+
+    def _all(self) -> list[_Servers]:
+        found = self._former, self._current, self._next
+        return [each for each in found if each is not None]
 
 
 class _Servers:

@@ -235,9 +235,16 @@ def refresh(folder: str) -> None:
 
 
 def _hidden(folder: str) -> Iterator[str]:
-    """Names of imported packages that a fresh process would find in `folder` instead."""
-    for name in {each.partition(".")[0] for each in sys.modules}:
-        if name in sys.stdlib_module_names or name in NEVER_HIDDEN:
+    """Names of imported packages that a fresh process would find in `folder` instead.
+
+    It looks at the files there, not at the modules: in a forked process to read all their names
+    copies thousands of pages."""
+    try:
+        beside = {entry.removesuffix(".py") for entry in os.listdir(folder)}
+    except OSError:
+        return
+    for name in beside - sys.stdlib_module_names - {*NEVER_HIDDEN}:
+        if name not in sys.modules:
             continue
         origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None) or ""
         path = os.path.join(folder, name)

@@ -54,8 +54,11 @@ class Handlers(Protocol):
     def blocked(self) -> AbstractContextManager[None]:
         """Hold signals back."""
 
-    def restore(self) -> None:
-        """Put the handlers of a fresh process back."""
+    def leave_shim(self) -> None:
+        """In a forked process: signals do not reach the shim, and are only recorded."""
+
+    def restore(self, since: float = inf) -> None:
+        """Put the handlers of a fresh process back, for the signals from `since` on, too."""
 
 
 def adopt_orphans() -> None:
@@ -68,7 +71,7 @@ def fork(handlers: Handlers, in_child: Callable[[], None]) -> int:
     """Fork; returns the process id, and 0 in the child.
 
     The kernel kills the child when this process ends. `in_child` is called in the child before any
-    signal can arrive."""
+    signal can arrive; signals have no effect until it, or a later call, restores their handlers."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -79,7 +82,7 @@ def fork(handlers: Handlers, in_child: Callable[[], None]) -> int:
             end_with_parent()
             if os.getppid() != parent:
                 os._exit(1)
-            handlers.restore()
+            handlers.leave_shim()
             in_child()
     return pid
 
@@ -89,7 +92,12 @@ def fork_helper(
 ) -> int:
     """Fork a process that does `work` and ends; returns its id. `prepare` is called in it before
     any signal can arrive."""
-    pid = fork(handlers, prepare)
+
+    def in_child() -> None:
+        handlers.restore()
+        prepare()
+
+    pid = fork(handlers, in_child)
     if pid == 0:
         status = 1
         try:
@@ -219,6 +227,8 @@ class Signals:
     def __init__(self, wake_fd: int) -> None:
         """Install the handlers, except for signals that are ignored (nohup)."""
         self.received: list[int] = []
+        self._arrived: dict[int, float] = {}
+        """When each signal was received last (monotonic clock)."""
         self._before: dict[int, object] = {}
         self._witness: int | None = None
         self._to_all: dict[int, float] = {}
@@ -232,6 +242,7 @@ class Signals:
     def _record(self, number: int, frame: object) -> None:
         if number != signal.SIGCHLD:
             self.received.append(number)
+            self._arrived[number] = time.monotonic()
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
@@ -242,11 +253,19 @@ class Signals:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
 
-    def restore(self) -> None:
-        """In a forked process: put the handlers back that this process had before the shim's."""
+    def leave_shim(self) -> None:
+        """In a forked process: signals do not reach the shim, and are only recorded."""
         signal.set_wakeup_fd(-1)
+        self._arrived.clear()
+
+    def restore(self, since: float = inf) -> None:
+        """In a forked process: put the handlers back that this process had before the shim's, and
+        send it again what it has received since this moment (monotonic clock)."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        for number, at in self._arrived.items():
+            if at >= since:
+                os.kill(os.getpid(), number)
 
     # --- the witness ----------------------------------------------------------------------------
 

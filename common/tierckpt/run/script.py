@@ -1,6 +1,7 @@
 """The script's process: its fork, its run as `__main__`, and what it reports to its shim.
 
-The script runs as the interpreter itself runs it.
+The process of the next attempt is forked before the failure: it waits for the order to begin. The
+script runs as the interpreter itself runs it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import builtins
 import contextlib
 import importlib.machinery
 import io
+import json
 import os
 import runpy
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 from zipimport import zipimporter
@@ -24,6 +26,7 @@ from tierckpt import _milestones
 
 from . import preload, process
 from .launcher import Options, Place
+from .meeting import enter
 from .preload import LearnedFile
 
 __all__ = ["ScriptProcess", "forget_first_path", "fork_script", "run_script"]
@@ -129,13 +132,26 @@ _LOCAL_RANKS = (
 class ScriptProcess:
     """The shim's view of one attempt's process."""
 
-    def __init__(self, pid: int, reports: int) -> None:
-        """`reports`: the read end of the pipe on which it reports milestones."""
-        self.pid, self.reports = pid, reports
+    def __init__(self, pid: int, reports: int, orders: int) -> None:
+        """`reports`: the read end of the pipe on which it reports milestones; `orders`: the write
+        end of the one on which it waits."""
+        self.pid, self.reports, self._orders = pid, reports, orders
         self.pidfd = os.pidfd_open(pid)
         self.milestone = ""
         self.passed_boundary = self.is_halting = self.uses_mpi = False
         self._buffer = b""
+
+    def begin(self, attempt: int, changes: Mapping[str, str]) -> bool:
+        """Let it run the script, with `changes` of its environment. False if it has ended; then it
+        is gone, and closed."""
+        if os.waitpid(self.pid, os.WNOHANG)[0]:
+            self.close()
+            return False
+        order = {"attempt": attempt, "changes": changes, "at": time.monotonic()}
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._orders, "w") as orders:
+            self._orders = -1
+            orders.write(json.dumps(order) + "\n")
+        return True
 
     def read(self) -> Iterator[tuple[str, float]]:
         """New milestones and their times, in seconds since the epoch."""
@@ -156,6 +172,8 @@ class ScriptProcess:
         """Close the descriptors; the process stays."""
         os.close(self.pidfd)
         os.close(self.reports)
+        if self._orders >= 0:
+            os.close(self._orders)
 
 
 def fork_script(
@@ -164,19 +182,37 @@ def fork_script(
     options: Options,
     place: Place,
     in_child: Callable[[], None],
+    again: bool,
 ) -> ScriptProcess | None:
-    """Fork the script's process; returns None in it."""
+    """Fork the script's process, which waits for its `begin`; returns None in it after that.
+
+    `again`: an attempt has passed a boundary, and recorded what it had imported."""
     reading, writing = os.pipe()
+    orders, order = os.pipe()
     pid = process.fork(handlers, in_child)
     if pid:
         os.close(writing)
+        os.close(orders)
         os.set_blocking(reading, False)
-        return ScriptProcess(pid, reading)
+        return ScriptProcess(pid, reading, order)
     os.close(reading)
+    os.close(order)
+    _wait(handlers, orders)
     folder = "" if options.is_module else os.path.dirname(os.path.realpath(options.program))
     preload.refresh(folder)
-    Reporter(writing, learned if _is_first_here() else None, place.rank == 0)
+    Reporter(writing, learned if _is_first_here() else None, place.rank == 0, again)
     return None
+
+
+def _wait(handlers: process.Handlers, orders: int) -> None:
+    """Wait for the order to begin, and obey it. Signals from before were for an earlier attempt."""
+    with os.fdopen(orders) as file:
+        text = file.readline()
+    if not text:  # the shim does not need this process
+        os._exit(0)
+    order = json.loads(text)
+    handlers.restore(since=order["at"])
+    enter(order["attempt"], order["changes"])
 
 
 def _is_first_here() -> bool:
@@ -187,9 +223,11 @@ def _is_first_here() -> bool:
 class Reporter:
     """Reports to the shim, in the script's process, and records what the next run preloads."""
 
-    def __init__(self, pipe: int, learned: LearnedFile | None, speaks: bool) -> None:
+    def __init__(
+        self, pipe: int, learned: LearnedFile | None, speaks: bool, again: bool
+    ) -> None:
         os.set_blocking(pipe, False)
-        self._pipe, self._learned, self._speaks = pipe, learned, speaks
+        self._pipe, self._learned, self._speaks, self._again = pipe, learned, speaks, again
         self._process = os.getpid()
         self._told = set[str]()
         self._environment = dict(os.environ)
@@ -205,7 +243,7 @@ class Reporter:
         self._write(name)
         if name == _milestones.ATTACH and _mpi_is_initialized():
             self._write(USES_MPI)
-        if name == _milestones.BOUNDARY:
+        if name == _milestones.BOUNDARY and not self._again:
             self._learn()
 
     def _write(self, name: str) -> None:

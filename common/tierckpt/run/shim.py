@@ -10,7 +10,7 @@ import json
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from tierckpt._milestones import BOUNDARY, RESTART_VARIABLE
@@ -20,7 +20,7 @@ from . import meeting, process
 from . import script as script_process
 from .coordinator import OUTSIDE, End, Hub, ended_message, say
 from .launcher import Options, Place, is_elastic, place_of, take_place
-from .meeting import Link, Message, Rendezvous, enter
+from .meeting import Link, Message, Rendezvous
 from .preload import LearnedFile
 from .process import Signals, pass_on
 
@@ -113,6 +113,8 @@ class Shim:
         self._deadline: float | None = None
         self._helper: int | None = None
         self._script: script_process.ScriptProcess | None = None
+        self._next: script_process.ScriptProcess | None = None
+        """The process of the next attempt, which waits."""
         self._status: int | None = None
         """How the script of this attempt has ended."""
         self._attempt = 0
@@ -257,7 +259,7 @@ class Shim:
         changes = message["environment"]
         if moments := self._times.since_failure():
             changes = {**changes, RESTART_VARIABLE: moments}
-        self._fork(lambda: enter(self._attempt, changes))
+        self._begin(changes)
         self._times.note("forked")
 
     def _leave(self) -> None:
@@ -269,26 +271,46 @@ class Shim:
         self._is_supervised, self._deadline = False, None
         self._end_helper()
         self._link.end_helper()
+        self._end_next()
         if self._status is not None:
             self._end(self._status)
         if self._attempt == 0:
             self._attempt = 1
-            self._fork(lambda: enter(1, {}))
+            self._begin({})
 
-    def _fork(self, prepare: Callable[[], None]) -> None:
+    def _begin(self, changes: Mapping[str, str]) -> None:
+        """Start the script of this attempt, with these changes of its environment."""
         self._signals.place_witness()
+        script, self._next = self._next, None
+        if script is None or not script.begin(self._attempt, changes):
+            script = self._forked(again=False)
+            script.begin(self._attempt, changes)
+        self._script = script
+        self._selector.register(script.pidfd, selectors.EVENT_READ, self._script_ended)
+        self._selector.register(script.reports, selectors.EVENT_READ, self._reported)
 
-        def in_child() -> None:
-            self._close()
-            prepare()
-
-        self._script = script_process.fork_script(
-            self._signals, self._learned, self._options, self._place, in_child
+    def _forked(self, again: bool) -> script_process.ScriptProcess:
+        found = script_process.fork_script(
+            self._signals, self._learned, self._options, self._place, self._close, again
         )
-        if self._script is None:
+        if found is None:
             raise _InScript
-        self._selector.register(self._script.pidfd, selectors.EVENT_READ, self._script_ended)
-        self._selector.register(self._script.reports, selectors.EVENT_READ, self._reported)
+        return found
+
+    def _prepare(self) -> None:
+        """Prepare the next attempt, while this one trains."""
+        if not self._is_supervised:
+            return
+        if self._next is None and self._attempt <= self._options.max_restarts:
+            self._next = self._forked(again=True)
+        if self._hub is not None:
+            self._hub.prepare()
+
+    def _end_next(self) -> None:
+        script, self._next = self._next, None
+        if script is not None:
+            script.close()
+            process.kill_one(script.pid)
 
     def _close(self) -> None:
         """In the script's process: close everything of the shim."""
@@ -309,6 +331,8 @@ class Shim:
         for name, at in self._script.read():
             if self._times.note(name, at) and self._options.verbose:
                 say(self._times.text(self._attempt))
+            if name == BOUNDARY:
+                self._prepare()
 
     def _script_ended(self) -> None:
         script = self._script
@@ -341,12 +365,14 @@ class Shim:
 
     def _own(self) -> set[int]:
         """Children that do not belong to the script."""
+        waiting = None if self._next is None else self._next.pid
         own = (self._signals.witness, self._helper, self._link.helper, *self._rendezvous.helpers)
-        return {*self._earlier_children, *(pid for pid in own if pid is not None)}
+        return {*self._earlier_children, *(pid for pid in (*own, waiting) if pid is not None)}
 
     def _end(self, status: int) -> NoReturn:
         if self._hub is not None:
             self._hub.close()
+        self._end_next()
         self._signals.remove_witness()
         self._rendezvous.close()
         process.end_like(status)
