@@ -134,6 +134,14 @@ def _installed() -> tuple[str, ...]:
 
 NEEDED = ("torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", "numpy")
 """torch._dynamo, half of torch's time to import, is imported by every optimizer."""
+EXPERIMENTS = (
+    ("tierckpt.snapshot.tensor_memory", "find"),
+    ("tierckpt.snapshot.tensor_memory", "find_tag"),
+    ("tierckpt.state.process_state", "python_state"),
+    ("tierckpt.state.process_state", "numpy_state"),
+)
+"""Functions that look, once per process, at the objects of this torch and this Python. What they
+find is the same in a forked process."""
 NEVER_HIDDEN = ("torch", "tierckpt", "ddp_ckpt", "horovod_ckpt", "__main__")
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, `torch.cuda.is_available()` initializes no CUDA: modules call that on import."""
@@ -171,6 +179,11 @@ def preload(modules: Iterable[str], refused: Iterable[str], adapters: Iterable[s
                 importlib.import_module(name)
             if "torch" in sys.modules:
                 streams = _check(name, streams)
+        for name, experiment in EXPERIMENTS:
+            if name in sys.modules:
+                with contextlib.suppress(Exception):
+                    getattr(sys.modules[name], experiment)()
+                _check(name, streams)
     finally:
         if before is None:
             os.environ.pop(NVML, None)

@@ -17,8 +17,10 @@ import resource
 import signal
 import sys
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -32,6 +34,7 @@ __all__ = [
     "Signals",
     "adopt_orphans",
     "children",
+    "copy_as",
     "end_like",
     "ends_by_sigterm",
     "fork",
@@ -44,6 +47,11 @@ __all__ = [
 
 
 PR_SET_CHILD_SUBREAPER = 36
+MADV_POPULATE_WRITE = 23
+"""Linux, include/uapi/asm-generic/mman-common.h; fails before Linux 5.14."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+OWN = 1 << 63 | 1 << 56
+"""Marks of a page in /proc/PID/pagemap: it is in memory, and no other process has it."""
 SHELL_STATUS = 128
 """A shell's status for a signal, less its number."""
 
@@ -108,6 +116,29 @@ def fork_helper(
         finally:
             os._exit(status)
     return pid
+
+
+def copy_as(sibling: int) -> None:
+    """In a forked process: copy the pages that a sibling has written to, before they are needed.
+    It takes no more memory than the sibling's own copies, and their contents stay."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(OSError), open(f"/proc/{sibling}/pagemap", "rb") as pages:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            place, access, _, _, inode, *name = line.split()
+            if not access.startswith("rw") or inode != "0" or name == ["[stack]"]:
+                continue
+            first, end = (int(each, 16) // PAGE for each in place.split("-"))
+            pages.seek(8 * first)
+            own = array("Q", pages.read(8 * (end - first)))
+            for is_own, run in groupby(range(len(own)), lambda at: own[at] & OWN == OWN):
+                numbers = list(run)
+                if is_own:
+                    at = PAGE * (first + numbers[0])
+                    libc.madvise(
+                        ctypes.c_void_p(at),
+                        ctypes.c_size_t(PAGE * len(numbers)),
+                        MADV_POPULATE_WRITE,
+                    )
 
 
 def kill_tree(pid: int | None, spared: Collection[int]) -> None:

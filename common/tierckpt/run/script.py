@@ -182,11 +182,12 @@ def fork_script(
     options: Options,
     place: Place,
     in_child: Callable[[], None],
-    again: bool,
+    former: int | None,
 ) -> ScriptProcess | None:
     """Fork the script's process, which waits for its `begin`; returns None in it after that.
 
-    `again`: an attempt has passed a boundary, and recorded what it had imported."""
+    `former`: the process of an attempt that has passed a boundary, and recorded what it had
+    imported; None if there is none."""
     reading, writing = os.pipe()
     orders, order = os.pipe()
     pid = process.fork(handlers, in_child)
@@ -197,10 +198,12 @@ def fork_script(
         return ScriptProcess(pid, reading, order)
     os.close(reading)
     os.close(order)
+    if former is not None:
+        process.copy_as(former)
     _wait(handlers, orders)
     folder = "" if options.is_module else os.path.dirname(os.path.realpath(options.program))
     preload.refresh(folder)
-    Reporter(writing, learned if _is_first_here() else None, place.rank == 0, again)
+    Reporter(writing, learned if _is_first_here() else None, place.rank == 0, former is not None)
     return None
 
 

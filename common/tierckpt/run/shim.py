@@ -283,15 +283,15 @@ class Shim:
         self._signals.place_witness()
         script, self._next = self._next, None
         if script is None or not script.begin(self._attempt, changes):
-            script = self._forked(again=False)
+            script = self._forked(former=None)
             script.begin(self._attempt, changes)
         self._script = script
         self._selector.register(script.pidfd, selectors.EVENT_READ, self._script_ended)
         self._selector.register(script.reports, selectors.EVENT_READ, self._reported)
 
-    def _forked(self, again: bool) -> script_process.ScriptProcess:
+    def _forked(self, former: int | None) -> script_process.ScriptProcess:
         found = script_process.fork_script(
-            self._signals, self._learned, self._options, self._place, self._close, again
+            self._signals, self._learned, self._options, self._place, self._close, former
         )
         if found is None:
             raise _InScript
@@ -299,10 +299,10 @@ class Shim:
 
     def _prepare(self) -> None:
         """Prepare the next attempt, while this one trains."""
-        if not self._is_supervised:
+        if not self._is_supervised or self._script is None:
             return
         if self._next is None and self._attempt <= self._options.max_restarts:
-            self._next = self._forked(again=True)
+            self._next = self._forked(self._script.pid)
         if self._hub is not None:
             self._hub.prepare()
 
