@@ -67,9 +67,9 @@ def drawn() -> TensorDataset:
     labels = torch.randint(10, (IMAGES,), generator=source)
     images = 0.4 * torch.rand(IMAGES, 1, 8, 8, generator=source)
     glyphs = torch.tensor([[float(point) for point in glyph] for glyph in GLYPHS]).view(10, 5, 3)
-    for image, label in zip(images, labels.tolist(), strict=True):
-        top, left = torch.randint(4, (2,), generator=source).tolist()
-        image[0, top : top + 5, left : left + 3] += 0.5 * glyphs[label]
+    top, left = torch.randint(4, (2, IMAGES, 1, 1), generator=source)
+    rows, columns = top + torch.arange(5).view(1, 5, 1), left + torch.arange(3).view(1, 1, 3)
+    images[torch.arange(IMAGES).view(-1, 1, 1), 0, rows, columns] += 0.5 * glyphs[labels]
     return TensorDataset(images, labels)
 
 
