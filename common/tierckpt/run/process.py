@@ -121,24 +121,21 @@ def fork_helper(
 def copy_as(sibling: int) -> None:
     """In a forked process: copy the pages that a sibling has written to, before they are needed.
     It takes no more memory than the sibling's own copies, and their contents stay."""
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(OSError), open(f"/proc/{sibling}/pagemap", "rb") as pages:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with contextlib.suppress(OSError), open(f"/proc/{sibling}/pagemap", "rb") as pagemap:
         for line in Path("/proc/self/maps").read_text().splitlines():
             place, access, _, _, inode, *name = line.split()
             if not access.startswith("rw") or inode != "0" or name == ["[stack]"]:
                 continue
-            first, end = (int(each, 16) // PAGE for each in place.split("-"))
-            pages.seek(8 * first)
-            own = array("Q", pages.read(8 * (end - first)))
-            for is_own, run in groupby(range(len(own)), lambda at: own[at] & OWN == OWN):
-                numbers = list(run)
+            at, end = (int(each, 16) // PAGE for each in place.split("-"))
+            pagemap.seek(8 * at)
+            marks = array("Q", pagemap.read(8 * (end - at)))
+            for is_own, run in groupby(mark & OWN == OWN for mark in marks):
+                count = len(list(run))
                 if is_own:
-                    at = PAGE * (first + numbers[0])
-                    libc.madvise(
-                        ctypes.c_void_p(at),
-                        ctypes.c_size_t(PAGE * len(numbers)),
-                        MADV_POPULATE_WRITE,
-                    )
+                    madvise(at * PAGE, count * PAGE, MADV_POPULATE_WRITE)
+                at += count
 
 
 def kill_tree(pid: int | None, spared: Collection[int]) -> None:

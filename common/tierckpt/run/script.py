@@ -226,9 +226,7 @@ def _is_first_here() -> bool:
 class Reporter:
     """Reports to the shim, in the script's process, and records what the next run preloads."""
 
-    def __init__(
-        self, pipe: int, learned: LearnedFile | None, speaks: bool, again: bool
-    ) -> None:
+    def __init__(self, pipe: int, learned: LearnedFile | None, speaks: bool, again: bool) -> None:
         os.set_blocking(pipe, False)
         self._pipe, self._learned, self._speaks, self._again = pipe, learned, speaks, again
         self._process = os.getpid()
