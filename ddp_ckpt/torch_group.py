@@ -26,7 +26,7 @@ __all__ = ["common_group", "find_ddps", "reduced_by"]
 BROADCAST_COST_BYTES = 1 << 20
 """Bytes that a gathering carries in the time that one broadcast takes: both have to pass all
 ranks."""
-HEAD_BYTES, SIZE_BYTES = 4096, 8
+HEAD_BYTES, SIZE_BYTES = 1024, 8
 """What the first gathering of an object carries; its start is the object's size."""
 
 

@@ -33,6 +33,14 @@ if line := sys.stdin.readline():
     print("read", line.strip(), flush=True)
     sys.exit(int(line))
 """
+TRAINS = """
+import os, sys
+from tierckpt import _milestones
+_milestones.reached("boundary")
+ids = os.getppid(), os.getpid(), os.getpgid(0), os.environ["TIERCKPT_ATTEMPT"]
+print("ready", *ids, flush=True)
+sys.stdin.read()
+"""
 PLAIN = """
 import os, sys, time
 print("ready", os.getppid(), os.getpid(), os.getpgid(0), flush=True)
@@ -65,8 +73,17 @@ class Shim:
 
     def witness(self) -> int:
         """The shim's other child; 0 if there is none."""
-        children = Path(f"/proc/{self.shim}/task/{self.shim}/children").read_text().split()
-        return next((int(pid) for pid in children if int(pid) != self.script), 0)
+        return next((pid for pid in self.children() if pid != self.script), 0)
+
+    def waiting(self) -> int:
+        """The process of the next attempt."""
+        until(lambda: len(self.children()) == 3)
+        return next(pid for pid in self.children() if pid not in (self.script, self.witness()))
+
+    def children(self) -> list[int]:
+        """All of the shim, the oldest first: the witness."""
+        text = Path(f"/proc/{self.shim}/task/{self.shim}/children").read_text()
+        return [int(pid) for pid in text.split()]
 
     def new_witness(self, former: int) -> None:
         """Wait until the shim has another witness."""
@@ -233,6 +250,27 @@ def test_the_next_attempt_finds_no_worker_of_the_last_one(start: Callable[..., S
     # No zombie: the shim reaps what it has adopted.
     until(lambda: not Path(f"/proc/{stays}").exists())
     assert shim.rest("\n")[2] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGKILL])
+def test_what_the_waiting_process_meets_is_not_for_the_next_attempt(
+    number: int, start: Callable[..., Shim]
+) -> None:
+    """It is forked after the first boundary. Another one takes its place if it was killed."""
+    shim = start(TRAINS)
+    assert shim.others == [1]
+    waiting = shim.waiting()
+    os.kill(waiting, number)
+    if number == signal.SIGKILL:
+        until(lambda: gone(waiting))
+    os.kill(shim.script, signal.SIGKILL)
+    _, script, group, attempt = shim.ready()
+    assert (script == waiting, group, attempt) == (number != signal.SIGKILL, shim.group, 2)
+    until(lambda: len(shim.children()) == 4)  # also the servers of this attempt
+    left = shim.children()
+    _, err, status = shim.rest()
+    assert status == 0, err
+    assert all(map(gone, left))
 
 
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
