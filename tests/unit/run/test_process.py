@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 
-from tierckpt.run.process import copy_as
+from tierckpt.run import copy_as
 
 PAGES = 400
 
