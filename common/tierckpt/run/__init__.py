@@ -3,9 +3,9 @@ a second.
 
 Each rank's process imports torch and other modules, and forks the script's process, which so starts
 in milliseconds. When the script of one rank fails, the shims of all ranks end theirs, and the next
-attempt's processes, forked already, begin. A shim holds no thread, no CUDA context and no communication of torch's when it forks.
-The idea is that of a zygote (Android), and of restarts in place of the launcher's (NVIDIA's
-Resiliency Extension).
+attempt's processes, forked already, begin. A shim holds no thread, no CUDA context and no
+communication of torch's when it forks. The idea is that of a zygote (Android), and of restarts in
+place of the launcher's (NVIDIA's Resiliency Extension).
 """
 
 from typing import TYPE_CHECKING
