@@ -601,10 +601,8 @@ class CheckpointerCore(abc.ABC):
         at = Boundary(id_, run, start, force, place, agreed, rows, same is not None)
         parts.read(at)
         # The version of this boundary.
-        if at.again:
-            take = self._rounds.usual
-        else:
-            take = self._rounds.decide(id_.version, agreed, force)
+        rounds = self._rounds
+        take = rounds.usual if at.again else rounds.decide(id_.version, agreed, force)
         vote = 0 if self._adapter_votes is None else self._adapter_votes()
         if at.sound and self._agreement.diverged is None:
             at.levels = take

@@ -395,9 +395,13 @@ class SlotHandoff:
     ) -> Slot:
         """A slot that is free as the votes are known now, see `Slots`. Training thread."""
         safe, pinned = self._agreement.memory.safe, self._agent.pinned()
-        if usual is not None and safe is not None and not pinned:
-            if self._pool.take_again(usual, safe):
-                return usual
+        if (
+            usual is not None
+            and safe is not None
+            and not pinned
+            and self._pool.take_again(usual, safe)
+        ):
+            return usual
         protected = self._agreement.protected(facts.id)
         sizes = seal_area_bytes(blocks, len(facts.lineage)), image_bytes
         return self._pool.choose(protected, pinned, *sizes)

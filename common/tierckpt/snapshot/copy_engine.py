@@ -324,7 +324,9 @@ class Desk:
         """Copier thread: copy posted jobs. Returns COMPLETE if no thread has settled a job
         `linger_seconds` after its last block was taken, ABORTED if it was aborted, IDLE if there
         was no job, or no release of its blocks, for `wait_seconds`."""
-        state = self._library.serve(self.address, int(1e9 * wait_seconds), int(1e9 * linger_seconds))
+        state = self._library.serve(
+            self.address, int(1e9 * wait_seconds), int(1e9 * linger_seconds)
+        )
         return _PROGRESS[int(state)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
