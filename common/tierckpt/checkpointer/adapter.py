@@ -207,7 +207,7 @@ class Adapter(Protocol):
         `step_completed`. `step_class` comes before a step with a closure.
     4.  At a boundary (a call of `Checkpointer.step` after an optimizer's step; or the next forward
         pass): `boundary_begins`; `vote`; if a version is taken `resume_iteration`,
-        `newly_unreduced` and `pack`; `boundary_passed`.
+        `newly_unreduced` (if there are untrained parameters) and `pack`; `boundary_passed`.
     5.  In `save(now=True)` and `close()`: `inconsistent`; if a version can be taken, in the context
         of `saving_now`: if the last version is complete `keeps_boundary`,
         `resume_iteration`, `newly_unreduced` and `pack`, to compare the live state with it; and a

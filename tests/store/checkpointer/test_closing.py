@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.support.late_copies import copy_by_layer
 from tests.support.tiny_course import STEPS, in_shm, versions_on_disk
 from tests.support.warm_python.servers import PYTHON
 from tierckpt import PinError, RestoreError, TierckptError
@@ -141,8 +142,9 @@ def test_durable_versions_do_not_depend_on_the_speed_of_other_levels(
 
 
 @pytest.fixture
-def by_layer() -> Iterator[None]:
+def by_layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is copied before a gradient's reduction is launched; here none is launched."""
+    copy_by_layer(monkeypatch)
     with mock.patch.object(PlainAdapter, "releases_by_layer", True):
         yield
 

@@ -65,7 +65,7 @@ def is_over(taken: Snapshot) -> bool:
 
 
 def be_killed_in_the_evaluation(path: str, steps: int, settings: dict[str, Any]) -> None:
-    with layered(path, settings) as job:
+    with layered(path, settings | {"release": "backward"}) as job:
         job.run(steps)
         evaluate_until(job, lambda: steps in versions_on_disk(Path(path)))
         os.kill(os.getpid(), signal.SIGKILL)

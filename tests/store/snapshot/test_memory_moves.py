@@ -166,6 +166,7 @@ def train(path: str, settings: dict[str, Any], name: str, how: str) -> None:
             local_every_steps=1,
             local_keep=99,
             when_busy="wait",
+            release="backward",
             on_event=events.append,
             **settings,
         )

@@ -115,11 +115,12 @@ def train_and_die(path: str, settings: dict[str, Any], call: int) -> None:
     train(path, STEPS, settings)
 
 
+@pytest.mark.parametrize("release", ["auto", "backward"], ids=["at the boundary", "by layer"])
 @pytest.mark.parametrize("call", [2, 8])
 def test_killed_in_a_native_copy_it_resumes_bit_for_bit(
-    call: int, path: Path, settings: Any, course: dict[int, str]
+    call: int, release: str, path: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
+    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0, "release": release}
     assert run_in_child(train_and_die, str(path), settings, call) == -signal.SIGKILL
     with TinyJob(path, seed=99, **settings) as job:
         restored = job.restore()
@@ -177,7 +178,7 @@ def be_killed_without_a_barrier(path: str, settings: dict[str, Any]) -> None:
 def test_a_posted_version_is_sealed_though_no_barrier_comes(
     path: Path, settings: Any, course: dict[int, str]
 ) -> None:
-    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
+    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0, "release": "forward"}
     assert run_in_child(be_killed_without_a_barrier, str(path), settings) == -signal.SIGKILL
     with TinyJob(path, seed=99, **settings) as job:
         assert job.restore() == 4
@@ -217,67 +218,6 @@ def without_last_word(patch: pytest.MonkeyPatch, has: Callable[[], bool]) -> Non
     """The votes come when `has` says so."""
     word = Agreement.last_word_now
     patch.setattr(Agreement, "last_word_now", lambda *given: word(*given) if has() else None)
-
-
-def test_a_small_state_whose_slot_is_not_free_yet_is_posted_by_the_barrier(
-    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copier does not wait for the slot, with Python beside the training."""
-    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
-    limits.COPIER_LINGERS.set(monkeypatch, 1e6)
-    limits.COPIER_QUIET.set(monkeypatch, 1e6)
-    barriers, posted, submitted = [False], list[bool](), list[object]()
-    barrier, post = Snapshot.barrier, Desk.post
-
-    def in_barrier(self: Snapshot) -> None:
-        barriers[0] = True
-        barrier(self)
-        barriers[0] = False
-
-    def noted(self: Desk, *args: Any) -> bool:
-        posted.append(barriers[0])
-        return post(self, *args)
-
-    with TinyJob(path, **settings) as job:
-        job.run(4)  # slots are made by the copier
-        job.train_one()
-        with monkeypatch.context() as patch:
-            patch.setattr(job.checkpointer._active._copier, "submit", submitted.append)
-            patch.setattr(Snapshot, "barrier", in_barrier)
-            patch.setattr(Desk, "post", noted)
-            without_last_word(patch, lambda: barriers[0])
-            for _ in range(4):
-                job.checkpointer.step()
-                job.train_one()
-    assert posted == [True] * 4
-    assert submitted == []
-    assert [e.version for e in job.heard("sealed")] == [*range(1, 9)]
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_a_small_state_whose_slot_is_not_free_yet_is_sealed_though_no_barrier_comes(
-    quiet: bool, path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a quiet time, or at once when a thread waits for it."""
-    settings |= {"local_every_steps": 0, "local_every_seconds": 0.0}
-    if not quiet:
-        limits.COPIER_QUIET.set(monkeypatch, 1e6)
-    with TinyJob(path, **settings) as job:
-        job.run(4)
-        job.train_one()
-        with monkeypatch.context() as patch:
-            without_last_word(patch, lambda: False)
-            job.checkpointer.step()
-            taken = job.checkpointer._active.snapshot
-            assert taken is not None
-            assert taken.submit is not None, "no thread has it"
-            if quiet:
-                deadline = time.monotonic() + 60.0
-                while not taken.over and time.monotonic() < deadline:
-                    time.sleep(0.01)
-            else:
-                assert taken.wait_done(60.0)
-            assert taken.sealed
 
 
 # --- interrupted ---------------------------------------------------------------------------------

@@ -72,9 +72,7 @@ def test_no_thread_seals_what_another_one_finds_changed(monkeypatch: pytest.Monk
         assert plan.fits(state)
         engine, slots = Hashing(plan), list[Slot]()
 
-        def choose(
-            blocks: int, nbytes: int, at_once: bool, usual: Any, into: list[Slot] = slots
-        ) -> Any:
+        def choose(blocks: int, nbytes: int, at_once: bool = False, into: Any = slots) -> Any:
             into.append(Slot(nbytes))
             return into[0]
 
