@@ -102,6 +102,8 @@ class DDPAdapter(PlainAdapter):
         self._frozen = [param for param in self._reduced or () if not param.requires_grad]
         self._packed: dict[str, dict[str, list[int]]] = {}
         """The last result of `pack`."""
+        self._passed = False
+        """A boundary has passed."""
 
     def reduced_parameters(self) -> Sequence[torch.Tensor] | None:
         """The parameters of all DDP modules, without those that DDP is set to ignore."""
@@ -141,12 +143,13 @@ class DDPAdapter(PlainAdapter):
 
     def step_completed(self, label: str) -> bool:
         """True. The first boundary may come after many steps."""
-        if not self.handle.version:
+        if not (self._passed or self.handle.version):
             self._start_iteration()
         return True
 
     def boundary_passed(self, agreed_vote: int) -> None:
         """Start a new iteration of the gradient means."""
+        self._passed = True
         self._start_iteration()
 
     def _start_iteration(self) -> None:
@@ -160,10 +163,13 @@ class DDPAdapter(PlainAdapter):
 
     def pack(self) -> Any:
         """For each DDP module, by name: the order of its buckets, and the way it took the mean."""
-        parts = [hook.packed() for hook in self._hooks.values()]
-        if [*map(id, parts)] != [*map(id, self._packed.values())]:
-            self._packed = dict(zip(self._hooks, parts, strict=True))
-        return self._packed
+        packed = self._packed
+        for name, hook in self._hooks.items():
+            part = hook.packed()
+            if packed.get(name) is not part:
+                packed = {**packed, name: part}
+        self._packed = packed
+        return packed
 
     def load(self, value: Any) -> None:
         """Give DDP the buckets of the saved run. With two ranks the sums are the same in any

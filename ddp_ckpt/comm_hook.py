@@ -210,7 +210,8 @@ class GradientOrder:
         self.reduced = False
         """True if DDP reduces the newest recorded pass."""
         self._over = False
-        self._final: list[int] = []
+        self.final: list[int] = []
+        """The order of a pass that is over, once it was asked for."""
         self._hooks = watch_gradients(params, self.note)
         self._expected = len(self._hooks)
 
@@ -230,8 +231,8 @@ class GradientOrder:
         over."""
         if not self._over:
             return list(self._arrived)
-        self._final = self._final or list(self._arrived)
-        return self._final
+        self.final = self.final or list(self._arrived)
+        return self.final
 
     def stop_if_over(self) -> None:
         """Remove the hooks if the pass is over. Not to be called by one of them."""
@@ -611,7 +612,10 @@ class ReleaseHook:
         """The order of the buckets, and the way in which the mean was taken; the same object until
         one of them changes."""
         if self._mean is None:
-            order, (_, kept_order, found) = self.order(), self._packed
+            _, kept_order, found = self._packed
+            if found and kept_order is self._arrivals.final:
+                return found
+            order = self.order()
             if not (found and (order is kept_order or order == kept_order)):
                 self._packed = [], order, {"buckets": order, "divided": []}
             return self._packed[2]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
@@ -67,6 +68,8 @@ class SmallVersions:
         self._library, self._pool = library, pool
         self._job: tuple[Table | None, Job | None] = None, None
         """The job of the last version, which is used again with the same table."""
+        self._tree: tuple[tuple[Any, ...], tuple[bytes, int, bytes] | None] = (), None
+        """The objects that the last header and tree are made of, and these."""
         self._last: deque[Copied] = deque(maxlen=SLOTS)
         """The last versions. The next one takes the slot of the oldest, if it can."""
         self._chosen: Slot | None = None
@@ -74,7 +77,7 @@ class SmallVersions:
 
     def forget(self) -> None:
         """Forget the last versions, and what they hold."""
-        self._job = None, None
+        self._job, self._tree = (None, None), ((), None)
         self._last.clear()
 
     def copy(
@@ -99,10 +102,10 @@ class SmallVersions:
             return None
         if _faults.armed("copy") or _faults.armed("barrier"):
             return None  # they are on the way of other versions
-        tail = tree_codec.encoded_bytes(*tree)
-        if tail is None:
+        encoded = self._encoded(plan, *tree)
+        if encoded is None:
             return None
-        header, room_bytes = plan.header(len(tail))
+        header, room_bytes, tail = encoded
         tail_bytes = room_bytes - data_bytes
         if tail_bytes > BLOCK_BYTES:
             return None
@@ -144,6 +147,21 @@ class SmallVersions:
         copied = Copied(facts, plan, levels, slot, manifest, clock)
         self._last.append(copied)
         return copied
+
+    def _encoded(
+        self, plan: CopyPlan, node: Any, tensors: list[torch.Tensor | bytes]
+    ) -> tuple[bytes, int, bytes] | None:
+        """Header, length of the data, and tree; the last ones if nothing is another object."""
+        of, encoded = self._tree
+        now = plan, plan.trained, node, *tensors
+        if len(now) == len(of) and all(map(is_, now, of)):
+            return encoded
+        tail = tree_codec.encoded_bytes(node, tensors)
+        if tail is None:
+            return None
+        encoded = *plan.header(len(tail)), tail
+        self._tree = now, encoded
+        return encoded
 
     def _job_of(self, table: Table) -> Job:
         its, job = self._job

@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.support.thorough import points
 from tests.support.tiny_course import STEPS, versions_on_disk
 from tierckpt.coordination import Agreement
 from tierckpt.snapshot import (
-    Desk,
     NativeEngine,
     Snapshot,
     TorchEngine,
