@@ -136,7 +136,9 @@ class Rounds:
             return None
         agreed = self._agreement.read_same()
         if agreed is not None:
-            self._schedule.repeat(id_.version, self.usual)
+            self._schedule.seen = id_.version
+            if self.usual:
+                self._schedule.repeat(id_.version, self.usual)
         return agreed
 
     def _report_broken(self, version: Version) -> None:
@@ -599,7 +601,8 @@ class CheckpointerCore(abc.ABC):
         agreed = self._read() if same is None else same
         run, rows = self._history.name, self._agreement.rows
         at = Boundary(id_, run, start, force, place, agreed, rows, same is not None)
-        parts.read(at)
+        if parts.readers_again or not at.again:
+            parts.read(at)
         # The version of this boundary.
         rounds = self._rounds
         take = rounds.usual if at.again else rounds.decide(id_.version, agreed, force)
@@ -615,7 +618,8 @@ class CheckpointerCore(abc.ABC):
         if at.levels:
             taken = self._open_snapshot(id_, at.levels, vote == VOID, start)
         # The votes about this boundary.
-        self._rounds.vote(at, vote, parts.vote(at))
+        votes_anew = parts.voters_again or not at.again
+        rounds.vote(at, vote, parts.vote(at) if votes_anew else parts.numbers)
         # The next iteration starts.
         at.early = self._active.release_early
         for voted in parts.voted:

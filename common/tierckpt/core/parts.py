@@ -306,8 +306,8 @@ class Parts:
         self._votes = [kind.votes for kind in table]
         self.silent = tuple(field.silent for fields in self._votes for field in fields)
         """The votes of a rank with silent parts."""
-        self._numbers = self.silent
-        """This rank's last votes."""
+        self.numbers = self.silent
+        """This rank's last votes: those of a boundary that repeats it, if no part votes anew."""
         self.refresh()
 
     def make(self, job: TrainingJob, early: bool) -> None:
@@ -378,8 +378,8 @@ class Parts:
                 self._voters.append((part.vote, slice(low, high)))
             low = high
         again = {*of(Part.read, again=True), *of(Part.vote, again=True)}
-        self._readers_again = [each for each in self._readers if each[0] in again]
-        self._voters_again = [each for each in self._voters if each[0] in again]
+        self.readers_again = [each for each in self._readers if each[0] in again]
+        self.voters_again = [each for each in self._voters if each[0] in again]
 
     def first_failure(self) -> Exception | None:
         """The first error of a part with which the job is to end; None without one."""
@@ -387,21 +387,20 @@ class Parts:
 
     def read(self, at: Boundary) -> None:
         """Let the parts read the last votes."""
-        least = self._numbers if at.again else at.agreed.parts or self.silent
-        for read, own in self._readers_again if at.again else self._readers:
+        least = self.numbers if at.again else at.agreed.parts or self.silent
+        for read, own in self.readers_again if at.again else self._readers:
             read(at, least[own])
 
     def vote(self, at: Boundary) -> tuple[int, ...]:
-        """This rank's numbers of all parts."""
-        if at.again and not self._voters_again:
-            return self._numbers
-        numbers = list(self._numbers if at.again else self.silent)
-        for vote, own in self._voters_again if at.again else self._voters:
+        """This rank's numbers of all parts. Not needed at a boundary that repeats the last one, if
+        there are no `voters_again`."""
+        numbers = list(self.numbers if at.again else self.silent)
+        for vote, own in self.voters_again if at.again else self._voters:
             numbers[own] = vote(at)
-        before, self._numbers = self._numbers, tuple(numbers)
-        if self._numbers != before and not at.again:
+        before, self.numbers = self.numbers, tuple(numbers)
+        if self.numbers != before and not at.again:
             self.looks = True  # for the parts that are to read it
-        return self._numbers
+        return self.numbers
 
 
 def call(moment: Iterable[Callable[..., None]], *arguments: Any) -> None:
