@@ -566,8 +566,9 @@ class Config(Struct, frozen=True):
     shm_dir: str = "/dev/shm"
     """Memory file system for the slots."""
     slots: int = 0
-    """Slots per rank; 0: two, or three with a GPU. Two are always safe; with a third, a version can
-    be taken to memory while another one is still being written to disk or drained."""
+    """Slots per rank; 0: two, or three with a GPU, and for versions of up to 4 MiB a rank. Two are
+    always safe; with a third, a version can be taken to memory while another one is still being
+    written to disk or drained, and a small one is copied at its boundary."""
     rollback_to: int = 0
     """Go back to this version at the next restore, once: later restarts take the newest version
     since then (see `tierckpt rollback`). 0: take the newest version."""

@@ -33,8 +33,9 @@ class Settings(TypedDict, total=False):
     shm_dir: str | os.PathLike[str]
     """Memory file system for the slots. Default: `"/dev/shm"`."""
     slots: int
-    """Slots per rank; 0: two, or three with a GPU. Two are always safe; with a third, a version can
-    be taken to memory while another one is still being written to disk or drained. Default: `0`."""
+    """Slots per rank; 0: two, or three with a GPU, and for versions of up to 4 MiB a rank. Two are
+    always safe; with a third, a version can be taken to memory while another one is still being
+    written to disk or drained, and a small one is copied at its boundary. Default: `0`."""
     rollback_to: int
     """Go back to this version at the next restore, once: later restarts take the newest version
     since then (see `tierckpt rollback`). 0: take the newest version. Default: `0`."""
