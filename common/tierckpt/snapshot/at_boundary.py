@@ -35,12 +35,13 @@ from .snapshot import PhaseTimer
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MOST_BYTES", "SLOTS", "Copied", "SmallVersions"]
+__all__ = ["MOST_BYTES", "MOST_TENSORS", "SLOTS", "Copied", "SmallVersions"]
 
 MOST_BYTES = 4 * 1024 * 1024
 """A larger state is copied layer by layer: the training would wait for this one for a millisecond,
 at most."""
-
+MOST_TENSORS = 2048
+"""The header of a state with more takes long to make: the copier makes it."""
 SLOTS = 3
 
 SlotNow = Callable[[VersionFacts, int, int, Slot | None], Slot]
@@ -99,6 +100,8 @@ class SmallVersions:
             self._pool.give_up(self._chosen)
         data_bytes, table = plan.layout.nbytes, plan.table()
         if table is None or not 0 < data_bytes <= MOST_BYTES or self._pool.in_place is not None:
+            return None
+        if len(plan.sources) > MOST_TENSORS:
             return None
         if _faults.armed("copy") or _faults.armed("barrier"):
             return None  # they are on the way of other versions

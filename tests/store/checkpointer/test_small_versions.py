@@ -81,7 +81,7 @@ def test_a_metric_is_in_it(path: Path, settings: dict[str, Any]) -> None:
         assert sealed(job)[1].facts.metric == 0.25
 
 
-def test_a_larger_state_is_copied_by_layer(
+def test_a_larger_state_and_one_of_many_tensors_are_copied_by_layer(
     path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TinyJob(path, **settings) as job:
@@ -92,6 +92,10 @@ def test_a_larger_state_is_copied_by_layer(
         job.run(3)
         assert job.checkpointer._active.snapshot is not None
         monkeypatch.setattr(at_boundary, "MOST_BYTES", plan.layout.nbytes)
+        monkeypatch.setattr(at_boundary, "MOST_TENSORS", len(plan.sources) - 1)
+        job.run(4)
+        assert job.checkpointer._active.snapshot is not None
+        monkeypatch.setattr(at_boundary, "MOST_TENSORS", len(plan.sources))
         job.run(5)
         assert job.checkpointer._active.snapshot is None
         assert job.heard("failed") == []
