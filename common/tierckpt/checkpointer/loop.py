@@ -264,18 +264,22 @@ class ActiveSnapshot:
         metric: Callable[[], float | None] | None,
         values: Callable[[], Any],
         boundary_seconds: float,
+        as_usual: bool,
     ) -> Snapshot | None:
         """Copy the state that changes first into staging buffers; call `start` next.
 
         Returns None after a failure: the version is broken then, and the training continues; and
         for a small version, which is complete then. `metric` returns this rank's metric, `values`
-        those of the adapter; both may raise. `boundary_seconds`: as for `start`.
+        those of the adapter; both may raise. `boundary_seconds`: as for `start`. `as_usual`: as
+        many iterations as usual have passed since the last boundary. If not, others may have made
+        their version of this number in another one, so it must not be complete before the votes
+        are known.
         """
         try:
             if metric is not None and (measured := metric()) is not None:
                 facts = replace(facts, metric=measured)
             done = partial(self._handoff.done, version)
-            at_once = self._may_turn_early and not self._parts.taken
+            at_once = self._may_turn_early and as_usual and not self._parts.taken
             with normal_mode():
                 found = self.capture.take(facts, levels, values(), self._handoff, done, at_once)
             if isinstance(found, Snapshot):
@@ -335,8 +339,9 @@ class ActiveSnapshot:
         values."""
         if self.snapshot is not None:
             self.snapshot.release_all()
-            if self.snapshot.wait_done(LAST_CHANCE_SECONDS):
-                self.finish()
+            if not self.snapshot.wait_done(LAST_CHANCE_SECONDS):
+                return
+        self.finish()
 
     def give_up(self, why: str) -> None:
         """Fail the copy in progress for this reason; it stops waiting for layers."""
@@ -434,6 +439,8 @@ class CheckpointerCore(abc.ABC):
         self.group, self.adapter, self.config = group, adapter, config
         self._state, self._node = state, topology.node(group.rank)
         self._parts = Parts(table)
+        self._place = self._gap = 0
+        """This rank's place at the last boundary, and how far it was from the one before."""
         self._adapter_begins = own_method(adapter, "boundary_begins")
         self._adapter_votes = own_method(adapter, "vote")
         self._adapter_passed = own_method(adapter, "boundary_passed")
@@ -615,8 +622,10 @@ class CheckpointerCore(abc.ABC):
         for decided in parts.decided:
             decided(at)
         taken = None
+        gap, usual_gap = place - self._place, self._gap
+        self._place, self._gap = place, gap
         if at.levels:
-            taken = self._open_snapshot(id_, at.levels, vote == VOID, start)
+            taken = self._open_snapshot(id_, at.levels, vote == VOID, start, gap == usual_gap)
         # The votes about this boundary.
         votes_anew = parts.voters_again or not at.again
         rounds.vote(at, vote, parts.vote(at) if votes_anew else parts.numbers)
@@ -670,7 +679,12 @@ class CheckpointerCore(abc.ABC):
             self._reports.lost(self.version, at.why or APART)
 
     def _open_snapshot(
-        self, id_: VersionId, levels: tuple[Level, ...], void: bool, start_seconds: float
+        self,
+        id_: VersionId,
+        levels: tuple[Level, ...],
+        void: bool,
+        start_seconds: float,
+        as_usual: bool,
     ) -> tuple[Version, Snapshot] | None:
         """Start a version: capture the state that changes first. A failure breaks the version and
         not the training. With `void` the adapter rejects the version."""
@@ -684,7 +698,8 @@ class CheckpointerCore(abc.ABC):
             return None
         live = self._live
         metric = None if self._position.metric is None else live.measured
-        snapshot = self._active.take(version, facts, levels, metric, live.packed, start_seconds)
+        about = version, facts, levels, metric, live.packed
+        snapshot = self._active.take(*about, start_seconds, as_usual)
         if orphans := self._state.new_orphans():
             self._reports.notice_of_all(ORPHANS.format(names=some(orphans)))
         if renamed := self._state.new_renamed():

@@ -198,9 +198,12 @@ def fork_script(
         return ScriptProcess(pid, reading, order)
     os.close(reading)
     os.close(order)
-    if former is not None:
-        process.copy_as(former)
-    _wait(handlers, orders)
+    try:
+        if former is not None:
+            process.copy_as(former)
+        _wait(handlers, orders)
+    except Exception:  # the shim forks another process
+        os._exit(1)
     folder = "" if options.is_module else os.path.dirname(os.path.realpath(options.program))
     preload.refresh(folder)
     Reporter(writing, learned if _is_first_here() else None, place.rank == 0, former is not None)

@@ -301,10 +301,14 @@ class Shim:
         """Prepare the next attempt, while this one trains."""
         if not self._is_supervised or self._script is None:
             return
-        if self._next is None and self._attempt <= self._options.max_restarts:
-            self._next = self._forked(self._script.pid)
-        if self._hub is not None:
-            self._hub.prepare()
+        try:
+            if self._next is None and self._attempt <= self._options.max_restarts:
+                self._next = self._forked(self._script.pid)
+            if self._hub is not None:
+                self._hub.prepare()
+        except Exception as error:  # no more processes, perhaps: it is done after the failure then
+            if self._options.verbose:
+                say(f"rank {self._place.rank} prepares no restart: {error_text(error)}")
 
     def _end_next(self) -> None:
         script, self._next = self._next, None

@@ -96,8 +96,9 @@ class SmallVersions:
         or there is no slot now: the caller takes another way. Arguments as for `Snapshot`; `tree`:
         the node, and the tensors of the arena. Raises OSError.
         """
-        if self._chosen is not None and self._pool.filling:  # an interrupt cut the last one short
-            self._pool.give_up(self._chosen)
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and self._pool.filling:  # an interrupt cut the last one short
+            self._pool.give_up(chosen)
         data_bytes, table = plan.layout.nbytes, plan.table()
         if table is None or not 0 < data_bytes <= MOST_BYTES or self._pool.in_place is not None:
             return None
@@ -118,13 +119,16 @@ class SmallVersions:
             oldest = self._last[0]
             fits = oldest.plan is plan and oldest.manifest.image_bytes == image_bytes
             usual = oldest.slot if fits else None
-        if self._pool.may_grow:
+        if self._pool.count < SLOTS <= self._pool.most:
             self._pool.have_more(SLOTS, image_bytes + PAGE_BYTES)
         if self._pool.count < SLOTS:
             return None
         try:
             slot = choose_slot(facts, table.count + 1, image_bytes, usual)
         except NoSlotError:
+            # An agent reads one, or votes lag: they do so until a boundary takes no version.
+            if self._pool.count == SLOTS < self._pool.most:
+                self._pool.have_more(SLOTS + 1, image_bytes + PAGE_BYTES)
             return None
         self._chosen = slot
         try:

@@ -36,7 +36,7 @@ KEPT_SECONDS = 60.0
 TAKEN_SECONDS = 10.0
 """Without memory for a substitute, a slot read for longer is taken away. Twice as long
 after each time, or a slow disk would never complete a version."""
-SEEN_SECONDS = 1.0
+SEEN_SECONDS = 0.1
 """Interval between two looks whether another program has removed a slot's file."""
 LOOK_SECONDS = 1.0
 """Interval between two looks for memory, while there is too little."""
@@ -70,8 +70,10 @@ class SlotPool:
         self.rank = rank
         self.in_place = in_place
         """None also after there was no room for such a file."""
-        self.count, self.may_grow = count, may_grow and in_place is None
-        """Number of slots as long as none is read for long; whether `have_more` may change it."""
+        self.count = self._least = count
+        """Number of slots as long as none is read for long."""
+        self.most: float = math.inf if may_grow and in_place is None else count
+        """Limit of that number, for `have_more`."""
         self.slots: list[Slot | None] = [None] * count
         self.volatile = False
         """True once a slot does not outlive this process (`shm_dir` was too small)."""
@@ -153,14 +155,16 @@ class SlotPool:
         """
         index, surplus = -1, None
         try:  # an interrupt may come right after the lock
-            with self._lock:
-                if not at_once:
-                    surplus = self._surplus(protected, pinned)
-                index = self._free_index(protected, pinned)
-                self.filling.add(index)
-            if surplus is not None:
-                self.on_unmap(surplus)
-                surplus.remove()
+            try:
+                with self._lock:
+                    if not at_once:
+                        surplus = self._surplus(protected, pinned)
+                    index = self._free_index(protected, pinned)
+                    self.filling.add(index)
+            finally:
+                if surplus is not None:
+                    self.on_unmap(surplus)
+                    surplus.remove()
             return self._make_ready(index, seal_bytes, image_bytes, at_once)
         except BaseException:
             with self._lock:
@@ -169,16 +173,15 @@ class SlotPool:
 
     def have_more(self, count: int, nbytes: int) -> None:
         """Have at least so many slots from now on, if there is memory for them on each rank of this
-        node, and no setting says how many there are. Looks once. `nbytes`: the size of one."""
-        if not self.may_grow:
-            return
-        self.may_grow = False
-        more = count - sum(slot is not None for slot in self.slots)
+        node, and no setting says how many there are. Without memory it does not look again.
+        `nbytes`: the size of one."""
         with self._lock:
-            if more <= 0 or self._is_memory_for(more * nbytes):
-                lacking = max(count - len(self.slots), 0)
-                self.slots += [None] * lacking
-                self._held += [None] * lacking
+            more = count - sum(slot is not None for slot in self.slots)
+            if more > 0 and not self._is_memory_for(more * nbytes):
+                self.most = self.count
+            if count <= self.most:
+                self.slots += [None] * max(count - len(self.slots), 0)
+                self._held += [None] * max(count - len(self._held), 0)
                 self.count = max(self.count, count)
 
     def take_again(self, slot: Slot, complete: VersionId) -> bool:
@@ -297,7 +300,7 @@ class SlotPool:
         place = self.job.root if self.in_place is None else self.in_place.directory
         found, room = os.statvfs(place), memory_room()
         ranks = max(self.job.trainers(), 1)
-        return found.f_bavail * found.f_frsize >= nbytes and (
+        return found.f_bavail * found.f_frsize >= ranks * nbytes and (
             room is None or room.nbytes >= (ranks + 1) * nbytes
         )
 
@@ -387,8 +390,8 @@ class SlotPool:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                     raise
-                if index >= self.count:
-                    self._has_memory = False
+                if index >= self._least:
+                    self._has_memory, self.count, self.most = False, self._least, self._least
                     raise NoSlotError("there is no memory for one more slot") from error
             self.volatile = True
             self.on_notice(
