@@ -626,7 +626,11 @@ class AgentClient:
     def _hand_over(self, key: ShardKey, slot: Slot) -> None:
         message = Commit(key, str(slot.path) if slot.path else None)
         self._orders[LOCAL, key.id] = _Ordered(message, slot)
-        self._connection.send(message, [] if slot.path else [slot.fd])
+        try:
+            self._connection.send(message, [] if slot.path else [slot.fd])
+        except KeyboardInterrupt:  # perhaps nothing was sent, so no answer comes
+            self._orders.pop((LOCAL, key.id), None)
+            raise
 
     def _order(self, where: str, id_: VersionId, message: TrainerMessage) -> None:
         """With the lock held."""

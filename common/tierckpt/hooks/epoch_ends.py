@@ -41,11 +41,9 @@ class EpochEnds(Part):
     """The epoch ends of one checkpointer's loaders and samplers. Training thread."""
 
     @classmethod
-    def of(cls, job: TrainingJob) -> Self | None:
-        """Of jobs with a loader or a sampler."""
+    def of(cls, job: TrainingJob) -> Self:
+        """Of every job."""
         part = cls(job.state, job.reports.notice_of_all)
-        if not part._places:
-            return None
         if job.config.boundary == "explicit":
             part.sleep("boundary_begins", "stepped")
         return part
@@ -56,23 +54,19 @@ class EpochEnds(Part):
         self._held_is_said = False
         self._at_end: dict[int, tuple[int, Any]] = {}
         """By `id()` of a place, at the last boundary or step of an epoch: number, and `_mark`."""
-        objects = *state.extra.values(), *state.extra_per_rank.values()
-        places = [each for each in objects if isinstance(each, DataPlace)]
-        self._places = cast("list[Place]", places)
-        """The loaders and samplers. They stay the same."""
-        for place in self._places:
+        for place in self._places():
             if isinstance(place, LoaderPlace):
                 place.has_boundaries = True
 
     def boundary_begins(self, in_forward: bool) -> None:
         """Record a boundary in the forward pass of the next iteration."""
-        for place in self._places if in_forward else ():
+        for place in self._places() if in_forward else ():
             if isinstance(place, LoaderPlace):
                 place.met_boundary()
 
     def stepped(self) -> None:
         """Record an optimizer step with its boundary later, in a forward pass."""
-        for place in self._places:
+        for place in self._places():
             if isinstance(place, LoaderPlace):
                 place.stepped()
                 self._note_end(place)
@@ -81,7 +75,9 @@ class EpochEnds(Part):
 
     def iteration_ends(self) -> None:
         """The batch of the iteration was trained on."""
-        for place in self._places:
+        if not (self._state.extra or self._state.extra_per_rank):
+            return
+        for place in self._places():
             place.passed()
             self._note_end(place)
             if isinstance(place, LoaderPlace) and place.held and not self._held_is_said:
@@ -92,15 +88,16 @@ class EpochEnds(Part):
     @contextlib.contextmanager
     def saving(self, trained: bool) -> Iterator[None]:
         """Mark the places while a version without a boundary is taken."""
+        places = [*self._places()]
         try:
-            for place in self._places:
+            for place in places:
                 if trained:
                     place.passed()
                 place.between = True
                 place.end_is_done = place.at_end and self._is_done(place)
             yield
         finally:
-            for place in self._places:
+            for place in places:
                 place.between = place.end_is_done = False
 
     def _note_end(self, place: Place) -> None:
@@ -112,6 +109,11 @@ class EpochEnds(Part):
         last batch, there is nothing to compare with, and the answer is yes."""
         epoch, mark = self._at_end.get(id(place), (-1, None))
         return epoch != place.epoch or mark != self._mark()
+
+    def _places(self) -> Iterator[Place]:
+        for objects in (self._state.extra, self._state.extra_per_rank):
+            places = (each for each in objects.values() if isinstance(each, DataPlace))
+            yield from cast("Iterator[Place]", places)
 
     def _mark(self) -> Any:
         """Return a mark that differs once an object or an option has changed. For tensors, of which

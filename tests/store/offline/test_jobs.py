@@ -127,7 +127,7 @@ def test_jobs_in_memory_alone_are_in_the_list_of_a_folder(
     assert [job["places"] for job in listed] == [["a"], ["b"], ["mem"], ["new"]]
     assert [len(job["versions"]) > 0 for job in listed] == [True, True, True, False]
     assert run_command(["list", "."]) == 0
-    assert re.search(r"mem +2 .* v3 from memory .*running", capsys.readouterr().out)
+    assert re.search(r"mem +3 .* v3 from memory .*running", capsys.readouterr().out)
 
 
 def test_pins_reach_all_nodes_of_one_job_that_are_visible(

@@ -176,7 +176,7 @@ def test_epochs_are_chosen_in_a_script_that_ends_before_the_default_numbers(
     assert prove("--epochs", "--steps", 30, kind="epochs", steps=24) == 0
     out = capsys.readouterr().out
     assert "the kill and one after it: --kill-after 19 --steps 5\n" in out
-    assert "steps 19 to 24 are bit for bit" in out or "steps 18 to 24 are bit for bit" in out
+    assert any(f"steps {first} to 24 are bit for bit" in out for first in (18, 19, 20))
     assert prove("--epochs", "--dir", "other", kind="epochs", steps=8) == 2
     assert "the script ended by itself at version 8, and an epoch" in capsys.readouterr().err
 

@@ -152,13 +152,14 @@ def test_damage_in_every_seal_is_no_fresh_start(left: Left, tmp_path: Path) -> N
     rank, whatever its content is now; if a seal can be read, its version is restored."""
     copy = left.copy_to(tmp_path)
     shutil.rmtree(copy.path)
-    slots = [copy.slot(version) for version in (STEPS, STEPS - 1)]
-    for slot in slots:
+    versions = range(STEPS, STEPS - 3, -1)
+    slots = [copy.slot(version) for version in versions]
+    for version, slot in zip(versions, slots, strict=True):
         flip_bit(random.Random(1), 100, 101, slot)
         with TinyJob(copy.path, **copy.settings()) as job:
-            if slot is slots[0]:
-                assert job.restore().version == STEPS - 1
-                assert job.fingerprint() == left.prints[STEPS - 1]
+            if slot is not slots[-1]:
+                assert job.restore().version == version - 1
+                assert job.fingerprint() == left.prints[version - 1]
             else:
                 with pytest.raises(
                     RestoreError, match="does not start from the beginning"
