@@ -479,7 +479,7 @@ class CheckpointerCore(abc.ABC):
         job = self._job
         job.connect(groups)
         self._levels, self._history, self._agent = job.levels, job.history, job.agent
-        self._sealed = job.sealed
+        self._sealed, self._handoff = job.sealed, job.levels.slot_handoff
         self._schedule = Schedule(self.config)
         self._meter: StepTimer | None = None
         if (tuner := self._schedule.tuner) is not None:
@@ -771,7 +771,7 @@ class CheckpointerCore(abc.ABC):
     def _before_change(self) -> None:
         """Wait as `_barrier` does, before a change of weights outside optimizer steps."""
         start = time.perf_counter()
-        if self._active.snapshot is not None:
+        if self._active.snapshot is not None or self._handoff.finished:
             self._active.finish()
         for settle in self._parts.settle:
             settle()

@@ -74,7 +74,7 @@ def test_slots_of_ranks_that_are_not_here_any_more(settings: dict[str, Any]) -> 
         assert other is not None
         close_lock(other)
         job.run(3)
-        assert segments(job) == ["r00000.0", "r00000.1"]
+        assert segments(job) == ["r00000.0", "r00000.1", "r00000.2"]
 
 
 def held(path: Path, is_lock: bool, told: Connection) -> None:
