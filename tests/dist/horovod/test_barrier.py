@@ -184,7 +184,7 @@ LOOPS = {
 def overlaps_in_a_closure(place: Place) -> list[bool]:
     """Whether copies were in progress after each closure's backward pass."""
     job = make_horovod_job(optimizer=silent)
-    ckpt = attach(job, place).ckpt
+    ckpt = attach(job, place, release="backward").ckpt
     overlaps: list[bool] = []
     for iteration in range(3):
         in_a_closure(job, iteration, lambda: overlaps.append(ckpt._active.snapshot is not None))
