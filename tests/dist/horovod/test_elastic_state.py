@@ -24,6 +24,7 @@ from tests.support.elastic_script import (
     distributed,
     start_again,
 )
+from tests.support.late_copies import copy_by_layer
 from tests.support.rank_pool import RankPool
 from tests.support.training import Place, batch, rank
 from tierckpt.hooks import STEPS_UNTIL_CALL
@@ -100,6 +101,7 @@ def overwritten(place: Place) -> list[Any]:
     back. Returns the version, and whether its state is that of the commit."""
     told: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
+        copy_by_layer(patch)
         patch.setattr(snapshot, "QUIET_SECONDS", 1e6)  # nothing is copied before the restore
         script = Script(place, seed=1).start()
         for batches in (1, 3, 2):
