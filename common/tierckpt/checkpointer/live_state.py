@@ -75,8 +75,7 @@ class LiveState:
         """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
         if not self.iterations.explicit:
             return self.position.version
-        iteration = self.position.iteration + self.position.ahead
-        return iteration if self._resumes is None else self._resumes(iteration)
+        return self.iteration if self._resumes is None else self._resumes(self.iteration)
 
     def continue_from(self, result: Restored) -> None:
         """Set the place to that of `result`, after its values were loaded."""

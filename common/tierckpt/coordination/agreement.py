@@ -462,13 +462,7 @@ class Agreement:
 
     def protected(self, newest: VersionId) -> set[VersionId]:
         """Return versions in memory that must not be overwritten, as known at this boundary."""
-        safe = self.memory.safe
-        found = set() if safe is None else {safe}
-        for version in self.versions.flying:
-            if MEMORY in version.open:
-                found.add(version.id)
-        found.discard(newest)
-        return found
+        return self.memory.protected() - {newest}
 
     def last_word_now(self, protected: set[VersionId]) -> set[VersionId] | None:
         """As `last_word`; None instead of a wait. Training thread."""

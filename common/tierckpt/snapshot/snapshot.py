@@ -344,7 +344,7 @@ class Snapshot:
         try:
             if not self.engine.posts or not self.open or self.watch.each():
                 return False
-            tail, room = self._whole_tree(), self._data_bytes - self.plan.layout.nbytes
+            tail, room = self._encode().whole, self._data_bytes - self.plan.layout.nbytes
             if tail is None or room > BLOCK_BYTES:
                 return False
             binding = self._claim(1, True)
@@ -405,6 +405,11 @@ class Snapshot:
             if self._changed is None:
                 self._changed = threading.Condition(self._lock)
             return self._changed.wait_for(reached, timeout_seconds)
+
+    def _notify(self) -> None:
+        """Have waiting threads look again; with the lock held."""
+        if self._changed is not None:
+            self._changed.notify_all()
 
     # --- copier thread -------------------------------------------------------------------------
 
@@ -476,16 +481,6 @@ class Snapshot:
                     self._in_flight -= 1
                 self._report()
 
-    def _whole_tree(self) -> bytes | None:
-        """The encoded tree, as `EncodedTree.whole`; sizes of the image are known then."""
-        assert self.arena is not None
-        found = tree_codec.encoded_bytes(self.node, self.arena.tensors)
-        if found is None or self._tree is not None:
-            return self._encode().whole
-        self._tree_bytes = len(found)
-        self._header, self._data_bytes = self.plan.header(self._tree_bytes)
-        return found
-
     def _encode(self) -> tree_codec.EncodedTree:
         """Encode the tree, once; sizes of the image are known then."""
         if self._tree is None:
@@ -522,8 +517,7 @@ class Snapshot:
                 self._tree_digests = [b""] * tree_blocks
                 self._left += tree_blocks
                 self._binding = binding
-                if self._changed is not None:
-                    self._changed.notify_all()
+                self._notify()
         return binding
 
     def _count(self) -> bool:
@@ -628,8 +622,8 @@ class Snapshot:
             if self.open:
                 self.sealed, self.error, self.open = sealed, error, False
                 self._binding = None
-                if not sealed and self._changed is not None:
-                    self._changed.notify_all()  # after a seal, waiters wait for the report
+                if not sealed:  # after a seal, waiters wait for the report
+                    self._notify()
             sealed = self.sealed
         self.engine.end(sealed)
 
@@ -648,8 +642,7 @@ class Snapshot:
         finally:
             with self._lock:
                 self._reported = True
-                if self._changed is not None:
-                    self._changed.notify_all()
+                self._notify()
 
 
 def _parameters(names: Iterable[str]) -> str:
