@@ -144,17 +144,16 @@ class DDPAdapter(PlainAdapter):
     def step_completed(self, label: str) -> bool:
         """True. The first boundary may come after many steps."""
         if not (self._passed or self.handle.version):
-            self._start_iteration()
+            for hook in self._hooks.values():
+                hook.start_iteration()
         return True
 
     def boundary_passed(self, agreed_vote: int) -> None:
         """Start a new iteration of the gradient means."""
         self._passed = True
-        self._start_iteration()
-
-    def _start_iteration(self) -> None:
         for hook in self._hooks.values():
-            hook.start_iteration()
+            if hook.follows_iterations:
+                hook.start_iteration()
 
     def newly_unreduced(self) -> Iterable[torch.Tensor]:
         """The parameters that were frozen when their DDP module was made, and are trained now."""

@@ -234,12 +234,14 @@ class GradientOrder:
         self.final = self.final or list(self._arrived)
         return self.final
 
-    def stop_if_over(self) -> None:
-        """Remove the hooks if the pass is over. Not to be called by one of them."""
+    def stop_if_over(self) -> bool:
+        """Remove the hooks if the pass is over; returns whether none is left. Not to be called by
+        one of them."""
         if self._hooks and self._over:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
+        return not self._hooks
 
 
 if TYPE_CHECKING:
@@ -461,6 +463,8 @@ class ReleaseHook:
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
         """Calls of the communication hook with a first bucket."""
+        self.follows_iterations = True
+        """`start_iteration` has something to do."""
         self._packed: tuple[list[torch.Tensor], list[int], dict[str, list[int]]] = [], [], {}
         """The last result of `packed`, made of these parameters and this order."""
         self._priming = False
@@ -496,6 +500,7 @@ class ReleaseHook:
         if self._mean is not None:
             return
         self._mean = mean = GradientMean(self._ddp, self._number)
+        self.follows_iterations = True
         self._passes = int(self._arrivals.reduced)
         self._leave_parameters()
 
@@ -558,9 +563,10 @@ class ReleaseHook:
 
     def start_iteration(self) -> None:
         """An iteration starts: its first pass is the one of `GradientMean`."""
-        self._arrivals.stop_if_over()
+        stopped = self._arrivals.stop_if_over()
         if self._mean is not None:
             self._mean.start_iteration()
+        self.follows_iterations = self._mean is not None or not stopped
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> ReleaseHook | None:

@@ -23,19 +23,19 @@ ATTACH, REFUSED, ATTACHED, RESTORED, BOUNDARY, HALTING = names = (
 )
 """A checkpointer starts to attach; it is refused, and would be in each attempt; it is attached; a
 restore is complete; a boundary is passed; the ranks have agreed to end the job early."""
-_listeners: list[Callable[[str], None]] = []
+listeners: list[Callable[[str], None]] = []
+"""Called by `reached`."""
 
 
 def listen(listener: Callable[[str], None]) -> None:
     """Call `listener` with the name of each milestone from now on. It must not raise."""
-    _listeners.append(listener)
+    listeners.append(listener)
 
 
 def reached(name: str) -> None:
     """Report a milestone."""
-    if _listeners:
-        for listener in _listeners:
-            listener(name)
+    for listener in listeners:
+        listener(name)
 
 
 __all__ = [
@@ -48,5 +48,6 @@ __all__ = [
     "RESTART_VARIABLE",
     "RESTORED",
     "listen",
+    "listeners",
     "reached",
 ]

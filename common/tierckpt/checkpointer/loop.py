@@ -141,6 +141,16 @@ class Rounds:
                 self._schedule.repeat(id_.version, self.usual)
         return agreed
 
+    def repeat(self, id_: VersionId, adapter: int, place: int) -> bool:
+        """As `read_same` and `vote`, if the boundary of this version repeats the last one, takes no
+        version, and none is open. Else False, and nothing was read or cast."""
+        if self.usual or adapter != self._adapter or id_.version + 1 >= self._changes_at:
+            return False
+        if not self._agreement.repeat_alone(id_, place):
+            return False
+        self._schedule.seen, self._last = id_.version, (id_, ())
+        return True
+
     def _report_broken(self, version: Version) -> None:
         self.has_lost = True
         if not version.is_void:
@@ -439,6 +449,8 @@ class CheckpointerCore(abc.ABC):
         self.group, self.adapter, self.config = group, adapter, config
         self._state, self._node = state, topology.node(group.rank)
         self._parts = Parts(table)
+        self._number = 0
+        """Votes of this checkpointer, see `Boundary.number`."""
         self._place = self._gap = 0
         """This rank's place at the last boundary, and how far it was from the one before."""
         self._adapter_begins = own_method(adapter, "boundary_begins")
@@ -587,19 +599,24 @@ class CheckpointerCore(abc.ABC):
         """Read the votes about the last boundary; decide, as all ranks do, whether the version of
         this one is taken; capture what the next forward pass changes, and vote. The rest is copied
         while the next iteration computes."""
-        parts, explicit = self._parts, self._iterations.explicit
+        parts, position, explicit = self._parts, self._position, self._iterations.explicit
         if self._adapter_begins is not None:
             self._adapter_begins(force)
+        vote = 0 if self._adapter_votes is None else self._adapter_votes()
         looks = force or time.monotonic() >= self._rounds.look_seconds
         if parts.looks:  # in this order: another thread may set it at any time
             parts.looks, looks = False, True
-        for starts in parts.boundary_begins if looks else parts.boundary_begins_again:
-            starts(not explicit)
+        number = self._number + 1
+        parts.resting = not looks and number < parts.rest_until
+        place = position.iteration if explicit else position.released
+        if parts.resting and self._repeats(number, vote, place):
+            return
+        if not parts.resting:
+            for starts in parts.boundary_begins if looks else parts.boundary_begins_again:
+                starts(not explicit)
         start = time.perf_counter()
         self._active.finish()
-        position = self._position
         position.version += self._iterations.pass_boundary()
-        place = position.iteration if explicit else position.released
         if not self._history.lineage:
             self._levels.start_afresh()
         id_ = VersionId(self._history.generation, position.version)
@@ -607,19 +624,19 @@ class CheckpointerCore(abc.ABC):
         same = None if looks else self._rounds.read_same(id_)
         agreed = self._read() if same is None else same
         run, rows = self._history.name, self._agreement.rows
-        at = Boundary(id_, run, start, force, place, agreed, rows, same is not None)
-        if parts.readers_again or not at.again:
+        at = Boundary(id_, run, start, force, place, agreed, rows, number, same is not None)
+        parts.resting = parts.resting and at.again
+        if not parts.resting and (parts.readers_again or not at.again):
             parts.read(at)
         # The version of this boundary.
         rounds = self._rounds
         take = rounds.usual if at.again else rounds.decide(id_.version, agreed, force)
-        vote = 0 if self._adapter_votes is None else self._adapter_votes()
         if at.sound and self._agreement.diverged is None:
             at.levels = take
         else:
             self._pass_over(at, take)
         at.sound &= self._agreement.diverged is None and vote != VOID
-        for decided in parts.decided:
+        for decided in () if parts.resting else parts.decided:
             decided(at)
         taken = None
         gap, usual_gap = place - self._place, self._gap
@@ -627,24 +644,49 @@ class CheckpointerCore(abc.ABC):
         if at.levels:
             taken = self._open_snapshot(id_, at.levels, vote == VOID, start, gap == usual_gap)
         # The votes about this boundary.
-        votes_anew = parts.voters_again or not at.again
+        self._number = number
+        votes_anew = not parts.resting and (parts.voters_again or not at.again)
         rounds.vote(at, vote, parts.vote(at) if votes_anew else parts.numbers)
         # The next iteration starts.
         at.early = self._active.release_early
-        for voted in parts.voted:
+        for voted in () if parts.resting else parts.voted:
             voted(at)
         if taken is not None:
             self._active.start(*taken, start)
         if self._adapter_passed is not None:
             self._adapter_passed(agreed.adapter)
-        _milestones.reached(_milestones.BOUNDARY)
-        stalls, now = self._stalls, time.perf_counter()
-        stalls.boundary_seconds += now - start
-        stalls.passed_seconds, stalls.version = now, id_.version
-        for ends in parts.boundary_ends_again if at.again else parts.boundary_ends:
-            ends(at)
+        self._ends(start, id_.version)
+        if not parts.resting:
+            for ends in parts.boundary_ends_again if at.again else parts.boundary_ends:
+                ends(at)
+            parts.rest()
         if (at.ends or agreed.no_close == 0) and not force:
             self._end_here(at.ends)
+
+    def _repeats(self, number: int, vote: int, place: int) -> bool:
+        """Pass a boundary at which nothing happens: no rank has news, no version is taken or open,
+        and no part has work. What is left of `_boundary` then. False at others, and no more was
+        done than to count the steps."""
+        start, position, history = time.perf_counter(), self._position, self._history
+        busy = self._active.snapshot is not None or self._handoff.finished or self._reports.later
+        if busy or not history.lineage:
+            return False
+        position.version += self._iterations.pass_boundary()
+        if not self._rounds.repeat(VersionId(history.generation, position.version), vote, place):
+            return False
+        self._number, self._gap, self._place = number, place - self._place, place
+        if self._adapter_passed is not None:
+            self._adapter_passed(vote)
+        self._ends(start, position.version)
+        return True
+
+    def _ends(self, start_seconds: float, version: int) -> None:
+        """A boundary that started then has passed."""
+        if _milestones.listeners:
+            _milestones.reached(_milestones.BOUNDARY)
+        stalls, now = self._stalls, time.perf_counter()
+        stalls.boundary_seconds += now - start_seconds
+        stalls.passed_seconds, stalls.version = now, version
 
     def _read(self) -> Vote:
         """Read the votes, and do what they and the agent's messages ask for."""
@@ -747,7 +789,7 @@ class CheckpointerCore(abc.ABC):
         self._position.released += 1
         if not self._iterations.explicit:
             self._agreement.passed(self._position.released)
-        for released in self._parts.released:
+        for released in () if self._parts.resting else self._parts.released:
             released(params, self.version, reduction, launched_seconds)
         if self._active.snapshot is not None:
             self._active.release(params)
@@ -755,11 +797,15 @@ class CheckpointerCore(abc.ABC):
     def _before_step(self, label: str) -> None:
         """Called at the start of a registered optimizer's step. Raises RestoreError before the
         first one after a restore, if that has other data."""
-        for starts in self._parts.step_starts:
+        parts = self._parts
+        for starts in () if parts.resting else parts.step_starts:
             starts()
         if self._adapter_before_step is None or self._adapter_before_step(label):
-            self._barrier()
-            for ready in self._parts.gradients_ready:
+            if self._active.snapshot is None and parts.resting and not self._handoff.finished:
+                self._position.metric = None  # all that `_barrier` would do
+            else:
+                self._barrier()
+            for ready in () if parts.resting else parts.gradients_ready:
                 ready(label)
 
     def _barrier(self) -> None:
@@ -773,7 +819,7 @@ class CheckpointerCore(abc.ABC):
         start = time.perf_counter()
         if self._active.snapshot is not None or self._handoff.finished:
             self._active.finish()
-        for settle in self._parts.settle:
+        for settle in () if self._parts.resting else self._parts.settle:
             settle()
         self._stalls.barrier_seconds += time.perf_counter() - start
 

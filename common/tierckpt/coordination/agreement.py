@@ -221,6 +221,22 @@ class Agreement:
         self._ballot, self._repeatable = Ballot(cast, newest, about, True), repeatable
         return True
 
+    def repeat_alone(self, newest: VersionId, place: int) -> bool:
+        """`read_same` and `repeat`, while no version is open and the parts' numbers are the last
+        ones. False, and nothing is read or cast, where one of them would not do it."""
+        ballot = self._ballot
+        if self._repeatable is None or ballot is None or self.versions.flying:
+            return False
+        if self._timed and time.monotonic() >= self._due_seconds:
+            return False
+        if (cast := self._ballots.repeat(place)) is None:
+            return False
+        self._patience_lost, self.apart, self.together = False, False, ballot.newest
+        self.rows, self.reported = [], place
+        self.turns += 1
+        self._ballot = Ballot(cast, newest, {}, True)
+        return True
+
     def _about(self, newest: VersionId) -> dict[Level, Version]:
         """Return, by level, the oldest open version with a state that can be known by now."""
         found: dict[Level, Version] = {}

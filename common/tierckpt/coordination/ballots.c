@@ -11,7 +11,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 
 /* Increased with every change of the functions or structures below. */
-#define BALLOTS_INTERFACE 3
+#define BALLOTS_INTERFACE 4
 
 typedef struct {
     uint8_t *page;
@@ -71,10 +71,13 @@ static void write_again(const box *b, uint64_t turn, int64_t place) {
     memcpy(row + b->written, &sum, sizeof sum);
 }
 
-/* Casts this rank's vote of that turn again, as the next turn's and with another place, which is also
-   the number of its completed iterations. The vote is there. 0, and no vote is written, if the next
-   one is there as well: an interrupt came after it was written, and others may have read it. */
+/* If all ranks have cast this rank's vote of that turn: casts it again, as the next turn's and with
+   another place, which is also the number of its completed iterations. Else -1, and nothing is done.
+   0, and no vote is written, if the next one is there already: an interrupt came after it was
+   written, and others may have read it. */
 PUBLIC int tierckpt_ballots_repeat(const box *b, uint64_t turn, int64_t place) {
+    if (!tierckpt_ballots_unanimous(b, turn))
+        return -1;
     uint64_t there;
     memcpy(&there, row_of(b, turn + 1, b->rank), sizeof there);
     int is_new = there != turn + 1;

@@ -105,8 +105,8 @@ class Ballots(Protocol):
 
     def repeat(self, place: int) -> Cast | None:
         """Cast this rank's last vote again, with other `decisions.PLACES`, and report `place` as
-        `passed` does; None, and nothing is done, where that is not quicker. It gave nothing along.
-        Training thread."""
+        `passed` does, if all ranks are known to have cast it and gave nothing along. Else None, and
+        nothing is done. Training thread."""
         ...
 
     def even_out(self) -> None:
@@ -147,7 +147,7 @@ class _Box(ctypes.Structure):
 class NativePage:
     """The C functions that compare and repeat rows of a page, for as long as it is open."""
 
-    INTERFACE = 3
+    INTERFACE = 4
     """Number in the C file."""
 
     def __init__(self, path: str, page: mmap.mmap, box: _Box) -> None:
@@ -167,8 +167,9 @@ class NativePage:
         repeat = library.tierckpt_ballots_repeat
         repeat.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int64]
         self.repeat: Callable[[int, int], int] = partial(repeat, at)
-        """(turn, place) -> whether it wrote this rank's row of that turn again, as the next one's
-        and with another place, and the place as its iterations: 0 if that row was there already."""
+        """(turn, place) -> -1 if not all ranks' rows of that turn are this rank's. Else whether it
+        wrote that row again, as the next turn's and with another place, and the place as this
+        rank's iterations: 0 if that row was there already."""
 
     @classmethod
     def of(cls, page: mmap.mmap, box: _Box) -> NativePage | None:
@@ -246,6 +247,8 @@ class SharedBallots:
             if self._page is None:
                 self._opened()
             written = native.repeat(turn, place)
+        if written < 0:
+            return None
         self.turn = turn = turn + 1
         return _Pending(self, turn, [None] * self._group.size, False, b"" if written else None)
 
@@ -699,8 +702,13 @@ class GroupBallots:
         return True
 
     def repeat(self, place: int) -> Cast | None:
-        """None: a reduction needs all numbers."""
-        return None
+        """Cast as Ballots says."""
+        last = self._last
+        if last is None or not last.is_unanimous():
+            return None
+        values = last.values[: self._width]
+        values[PLACES] = place, ~place
+        return self.all_reduce_min(values)
 
     def passed(self, iterations: int) -> None:
         """Do nothing: other ranks cannot see it."""

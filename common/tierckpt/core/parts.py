@@ -11,6 +11,7 @@ A part may vote: `votes` names its numbers, of which all ranks read the minima o
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -56,6 +57,8 @@ class Boundary(Struct):
     """The minima of the votes of the boundary before."""
     rows: list[tuple[int, ...]]
     """All ranks' `row` of the boundary before; empty if there was none."""
+    number: int = 0
+    """The boundary's own: the first of the checkpointer has 1."""
     again: bool = False
     """It repeats the boundary before: nobody had news, and only impatient parts are called."""
     levels: tuple[Level, ...] = ()
@@ -102,6 +105,9 @@ class Part:
     patient: frozenset[str] = frozenset()
     """Moments that may be left out at a boundary that repeats the last one, by name: the part only
     looks for news there. Its vote stays the same meanwhile."""
+    rests_until: int = 0
+    """The next boundary, by its `number`, at which the part has work if nobody has news. Until
+    then its moments of a usual step (`STEP`) may be left out."""
     owner: Parts | None = None
     starts_with: frozenset[Level] = frozenset()
     """After state was loaded that no steps lead to: the levels that a version must go to."""
@@ -131,6 +137,12 @@ class Part:
         self.patient = frozenset(moments)
         if self.owner is not None:
             self.owner.refresh()
+
+    def rest_no_longer(self) -> None:
+        """Leave out no moment of the part from now on."""
+        self.rests_until = 0
+        if self.owner is not None:
+            self.owner.resting, self.owner.rest_until = False, 0
 
     def has_news(self) -> None:
         """Have the next boundary look at everything. Any thread."""
@@ -293,6 +305,12 @@ class Part:
         """The last call: only the event log is still open."""
 
 
+STEP = (
+    *("boundary_begins", "read", "decided", "vote", "voted", "boundary_ends", "iteration_ends"),
+    *("optimizer_called", "step_starts", "gradients_ready", "stepped", "released", "settle"),
+)
+"""Moments of a usual step, by name."""
+
 T = TypeVar("T")
 
 
@@ -303,6 +321,7 @@ class Parts:
         """`table`: the kinds of parts, in order."""
         self._table = table
         self._all: list[Part | None] = [None] * len(table)
+        self._at_work: list[Part] = []
         self._votes = [kind.votes for kind in table]
         self.silent = tuple(field.silent for fields in self._votes for field in fields)
         """The votes of a rank with silent parts."""
@@ -338,11 +357,25 @@ class Parts:
         parts = [each for each in parts if not (again and name in each.patient)]
         return [getattr(p, name) for p in parts if getattr(type(p), name) is not moment]
 
+    def _works(self, part: Part) -> bool:
+        """Whether it has anything to do in a usual step."""
+        names = [name for name in STEP if name not in part.idle and name not in part.patient]
+        return any(getattr(type(part), name) is not getattr(Part, name) for name in names)
+
+    def rest(self) -> None:
+        """A boundary ends: ask the parts how long they rest."""
+        self.rest_until = min((each.rests_until for each in self._at_work), default=sys.maxsize)
+
     def refresh(self) -> None:
         """Make the lists again."""
         of = self._of
         self.looks = True
         """The next boundary does not repeat the last one: a part may have news."""
+        self.resting = False
+        """All parts rest, until the next boundary: the moments of a usual step are left out."""
+        self.rest_until = 0
+        """The next boundary, by its number, that needs a part."""
+        self._at_work = [each for each in self._all if each is not None and self._works(each)]
         self.boundary_begins_again = of(Part.boundary_begins, again=True)
         self.boundary_begins = of(Part.boundary_begins)
         self.apart, self.diverged = of(Part.apart), of(Part.diverged)

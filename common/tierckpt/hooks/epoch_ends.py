@@ -46,6 +46,8 @@ class EpochEnds(Part):
         part = cls(job.state, job.reports.notice_of_all)
         if job.config.boundary == "explicit":
             part.sleep("boundary_begins", "stepped")
+        if not any(True for _ in part._places()):
+            part.sleep("boundary_begins", "stepped", "iteration_ends")
         return part
 
     def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
@@ -75,8 +77,6 @@ class EpochEnds(Part):
 
     def iteration_ends(self) -> None:
         """The batch of the iteration was trained on."""
-        if not (self._state.extra or self._state.extra_per_rank):
-            return
         for place in self._places():
             place.passed()
             self._note_end(place)

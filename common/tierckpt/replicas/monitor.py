@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -244,8 +245,13 @@ class ReplicaMonitor(Part):
 
     def forget(self) -> None:
         """A run starts, or the state was replaced: forget all observations."""
+        self.rest_no_longer()
+        if not self.active:
+            self.rests_until = sys.maxsize
         self._replicated: ReplicatedState | None = None
         self._structure = NONE
+        self._number: int | None = None
+        """The boundary of the last vote that the part has seen."""
         self._look: Look | None = None
         """The look at the last boundary."""
         self._to_vote: Look | None = None
@@ -265,7 +271,7 @@ class ReplicaMonitor(Part):
         self._silent = 0
         """Boundaries in a row at which some rank had no digest."""
         self._turn = 0
-        """The turn of the next look. It is counted on all ranks, also after a failed look."""
+        """The turn of the next look: of boundaries, on all ranks, also after a failed look."""
         self._next_all, self._look_all, self._voted_all = True, False, False
         """Whether the next look, that of the last boundary, and that in the ballot cover all
         slices."""
@@ -285,6 +291,7 @@ class ReplicaMonitor(Part):
     def shared_changed(self) -> None:
         """Look the tensors up again."""
         self._replicated = None
+        self.rest_no_longer()
 
     @property
     def refusing(self) -> bool:
@@ -327,11 +334,30 @@ class ReplicaMonitor(Part):
     def voted(self, at: Boundary) -> None:
         """Start the look at this boundary. A copier may hash from now on if layers are copied
         `early`, else when one is released."""
-        version = at.id.version
         self._voted, self._voted_all = self._to_vote, self._look_all
         if not self.active:
+            self.rests_until = sys.maxsize
             return
-        turn, self._turn = self._turn, self._turn + 1
+        turn = self._turn + self._passed(at) - 1
+        self._turn, self._number = turn + 1, at.number
+        self._start_look(turn, at)
+        self.rests_until = at.number + 1 + self._idle_boundaries()
+
+    def _passed(self, at: Boundary) -> int:
+        """The boundaries since the last vote that the part has seen: more than one if it rested."""
+        return 1 if self._number is None else at.number - self._number
+
+    def _idle_boundaries(self) -> int:
+        """How many boundaries the part has nothing to do at, if no rank has news."""
+        replicated, looks = self._replicated, (self._look, self._to_vote, self._voted)
+        if replicated is None or replicated.outdated or self._next_all or any(looks):
+            return 0
+        if self.finding or self._inquiry or self._seen_apart or self._unsure or self._spread_in:
+            return 0
+        return -self._turn % replicated.stride
+
+    def _start_look(self, turn: int, at: Boundary) -> None:
+        version = at.id.version
         try:
             if turn % self._slices == 0 or self._must_look_up(turn):
                 self._look_up()
@@ -438,7 +464,7 @@ class ReplicaMonitor(Part):
             # No rank has a digest in these votes.
             self._place = at.place
             self._next_all |= self._voted_all
-            self._count_silent(True)
+            self._count_silent(True, self._passed(at))
             return
         self._compare(at, *least)
         if self.refusing:
@@ -458,7 +484,7 @@ class ReplicaMonitor(Part):
         agreed, alike = at.agreed, agree(check, check_complement)
         if (apart := agreed.apart) or self._unsure or self._seen_apart:
             self._see_places(apart)
-        self._count_silent(alike is None)
+        self._count_silent(alike is None, self._passed(at))
         if look is None or alike is None:
             self._next_all |= self._voted_all
         if alike is None:
@@ -485,11 +511,12 @@ class ReplicaMonitor(Part):
             self._next_all, self._unsure = True, UNSURE_BOUNDARIES
         self._seen_apart = apart
 
-    def _count_silent(self, silent: bool) -> None:
+    def _count_silent(self, silent: bool, boundaries: int) -> None:
         """Warn if no comparison was possible for several rounds, so that no difference can be
         found."""
-        self._silent = self._silent + 1 if silent and self.active else 0
-        if self._silent == SILENT_ROUNDS * self._slices + SILENT_MORE:
+        before, most = self._silent, SILENT_ROUNDS * self._slices + SILENT_MORE
+        self._silent = before + boundaries if silent and self.active else 0
+        if before < most <= self._silent:
             self._say(SILENT.format(boundaries=self._silent), logging.WARNING)
 
     def drifted(self) -> Sequence[int] | None:

@@ -52,6 +52,12 @@ def some_wait(checkpointer: tierckpt.Checkpointer, rank: int, step: int) -> None
         checkpointer.save(now=True)
 
 
+def one_drifts(checkpointer: tierckpt.Checkpointer, rank: int, step: int) -> None:
+    """A rank's weights change by themselves, which only a check of replicas sees."""
+    if rank == 1 and step == 19:
+        next(iter(checkpointer._state.model.parameters())).data[0, 0] += 1
+
+
 def course(folder: Path, shm: Path, action: Action, settings: dict[str, Any]) -> list[Course]:
     """Two ranks' courses."""
 
@@ -113,17 +119,19 @@ def course(folder: Path, shm: Path, action: Action, settings: dict[str, Any]) ->
 MEMORY = {"local_every_seconds": 0, "replicas": "off"}
 
 
-@pytest.mark.parametrize("action", [nothing, one_asks, some_wait])
+@pytest.mark.parametrize("action", [nothing, one_asks, some_wait, one_drifts])
 @pytest.mark.parametrize(
     "settings",
     [
         {**MEMORY},
         {**MEMORY, "memory_every_steps": 0},
         {**MEMORY, "memory_every_steps": 4},
+        {**MEMORY, "memory_every_steps": 10},
         {**MEMORY, "memory_every_seconds": 1000, "memory_every_steps": 0},
         {**MEMORY, "replicas": "warn every 6"},
+        {**MEMORY, "replicas": "warn every 6", "memory_every_steps": 10},
     ],
-    ids=["each step", "none", "each fourth", "by time", "replicas"],
+    ids=["each step", "none", "each fourth", "each tenth", "by time", "replicas", "both"],
 )
 def test_the_votes_and_versions_are_those_of_a_full_look(
     settings: dict[str, Any],
@@ -133,22 +141,35 @@ def test_the_votes_and_versions_are_those_of_a_full_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     repeated: list[bool] = []
-    repeat = Agreement.repeat
+    alone: list[bool] = []
 
-    def counted(*arguments: Any) -> bool:
-        repeated.append(repeat(*arguments))
-        return repeated[-1]
+    def count(name: str, into: list[bool]) -> None:
+        method = getattr(Agreement, name)
 
-    monkeypatch.setattr(Agreement, "repeat", counted)
+        def counted(*arguments: Any) -> bool:
+            into.append(method(*arguments))
+            return into[-1]
+
+        monkeypatch.setattr(Agreement, name, counted)
+
+    count("repeat", repeated)
+    count("repeat_alone", alone)
+    # From then on no part has work at each boundary.
+    monkeypatch.setattr("tierckpt.hooks.unsaved_objects.OFTEN", 3)
     monkeypatch.setattr("tierckpt.checkpointer.loop.LOOK_SECONDS", -1.0)
     looked = course(tmp_path / "looked", shm_dir, action, settings)
-    assert not repeated
+    assert not repeated + alone
     monkeypatch.setattr("tierckpt.checkpointer.loop.LOOK_SECONDS", 1000.0)
     same = course(tmp_path / "repeated", shm_dir, action, settings)
-    assert sum(repeated) > STEPS // 4
+    assert sum(repeated + alone) > STEPS // 4
+    every = settings.get("memory_every_steps", 1)
+    assert sum(alone) or every not in (0, 10), "boundaries without a version are passed at once"
+    assert not (sum(alone) and every == 1)
     for one, other in zip(looked, same, strict=True):
         if action is not one_asks:  # how long a commit takes is seen in votes and events
             assert one.votes == other.votes
             assert one.events == other.events
         assert {*one.events} == {*other.events}
         assert (one.state, one.safe) == (other.state, other.safe)
+        drifts = action is one_drifts and settings["replicas"] != "off"
+        assert ("drifted" in dict(one.events)) == drifts
