@@ -170,24 +170,26 @@ def plan_layout(
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not in a job of {ranks} rank(s)")
-    chosen: list[tuple[TensorSpec, int, int, Placement]] = []
+    alike: dict[tuple[int, Placement, str, bool], list[tuple[TensorSpec, int, int]]] = {}
+
+    def choose(spec: TensorSpec, start: int, stop: int, placement: Placement) -> None:
+        item_bytes = spec.itemsize_bytes
+        small = (stop - start) * item_bytes < BLOCK_BYTES // 2
+        kind = -item_bytes, placement, spec.device, small
+        alike.setdefault(kind, []).append((spec, start, stop))
+
     for spec, (start, stop) in zip(striped, stripes(striped, rank, ranks), strict=True):
         # An empty tensor must also have a place: with the rank that owns its (empty) tail.
         if stop > start or (spec.numel == 0 and rank == 0):
-            chosen.append((spec, start, stop, REPLICATED))
-    chosen += [(spec, 0, spec.numel, PER_RANK) for spec in own]
-
-    def order(item: tuple[TensorSpec, int, int, Placement]) -> tuple[int, int, str, bool]:
-        spec, start, stop, placement = item
-        item_bytes = spec.itemsize_bytes
-        small = (stop - start) * item_bytes < BLOCK_BYTES // 2
-        return (-item_bytes, placement, spec.device, small)
-
+            choose(spec, start, stop, REPLICATED)
+    for spec in own:
+        choose(spec, 0, spec.numel, PER_RANK)
     pieces: list[Piece] = []
     offset = 0
-    for spec, start, stop, placement in sorted(chosen, key=order):
-        pieces.append(Piece(spec, start, stop, offset, placement))
-        offset += (stop - start) * spec.itemsize_bytes
+    for kind in sorted(alike):
+        for spec, start, stop in alike[kind]:
+            pieces.append(Piece(spec, start, stop, offset, kind[1]))
+            offset += (stop - start) * spec.itemsize_bytes
     return Layout(rank, ranks, tuple(pieces), tuple(_cut_blocks(pieces)), offset)
 
 

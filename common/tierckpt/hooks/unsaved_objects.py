@@ -27,7 +27,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import is_
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -38,6 +39,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from tierckpt import _process
 from tierckpt._text import error_text
 from tierckpt.core.parts import Part
 from tierckpt.state.extras import PlainValues, first_values
@@ -247,14 +249,13 @@ class Found(Struct):
 
 def look() -> Found:
     """Search all objects that Python's collector tracks. Takes half the time of a collection."""
-    found = Found()
-    kinds: dict[type, list[Any] | None] = {}
-    for each in gc.get_objects():
-        kind = type(each)
-        if kind not in kinds:
-            kinds[kind] = _list_for(kind, found)
-        if (fitting := kinds[kind]) is not None:
-            fitting.append(each)
+    found, every = Found(), gc.get_objects()
+    kinds = [*map(type, every)]
+    lists = {kind: _list_for(kind, found) for kind in {*kinds}}
+    wanted = {kind: fitting for kind, fitting in lists.items() if fitting is not None}
+    if wanted:
+        for each in compress(every, map(wanted.__contains__, kinds)):
+            wanted[type(each)].append(each)
     return found
 
 
@@ -354,10 +355,12 @@ def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules outside the model with its class and shapes, without an optimizer: averages that a
     loop makes by itself, targets, references."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    mine, shapes = {id(each) for each in model.modules()}, _shapes(inner)
-    every = gc.get_objects()
-    alike = [e for e in every if type(e) is type(inner) and id(e) not in mine]
-    alike = [each for each in alike if shapes and _shapes(each) == shapes]
+    mine, every = {id(each) for each in model.modules()}, gc.get_objects()
+    of_its_class = map(functools.partial(is_, type(inner)), map(type, every))
+    alike = [each for each in compress(every, of_its_class) if id(each) not in mine]
+    if not alike or not (shapes := _shapes(inner)):
+        return []
+    alike = [each for each in alike if _shapes(each) == shapes]
     optimizers = [e for e in every if alike and issubclass(type(e), torch.optim.Optimizer)]
     groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
     stepped = {id(param) for group in groups for param in group["params"]}
@@ -510,6 +513,7 @@ class Unsaved(Part):
         self.sleep("optimizer_called")
         return self._speaks
 
+    @_process.collector_paused()
     def _look(self) -> None:
         found = look()
         if by_hand := self._by_hand(found.trainers):

@@ -472,7 +472,8 @@ class CopyPlan:
         state.refuse_odd_keys()
         entries = state.entries(walk)
         specs = tree_codec.specs_of([(name, tensor) for name, tensor, _ in entries])
-        self._dense = all(t.is_cpu and tree_codec.is_dense(t) for t in walk.tensors)
+        elsewhere = [t for t in walk.tensors if not t.is_cpu]
+        self._dense = not elsewhere and all(map(tree_codec.is_dense, walk.tensors))
         """All striped tensors are on the CPU and dense."""
         own: list[tuple[str, torch.Tensor]] = []
         if walk.placements:
@@ -487,7 +488,7 @@ class CopyPlan:
         if state.has_buffers():
             self.first_kinds = module_attributes.changed_kinds(state.first_buffers, state.model)
         self.shared = tree_codec.Packed(state.optimizer_tree.shared(walk.state))
-        self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
+        self.device = next((t.device for t in elsewhere if t.is_cuda), torch.device("cpu"))
         self.own = own
         """Name and tensor of parameters, and their optimizer state, that each rank has alone."""
         self.watch: PlanWatch | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -324,6 +325,8 @@ def refuse_several_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
 
     The streams of one device order the copies of a snapshot after the training's work.
     """
+    if len({*map(itemgetter(1), named)}) < 2:
+        return
     first = next(((name, device) for name, device in named if device.type == "cuda"), None)
     for name, device in named:
         if first is not None and device.type == "cuda" and device != first[1]:
