@@ -413,6 +413,7 @@ HEAVY_BYTES = 16 * 2**20
 FEW = 1000
 """Limit of parameters of an optimizer for a `state_dict()` at every boundary."""
 _PLAIN = (bool, int, str, NoneType)
+_NUMBERS = frozenset((*_PLAIN, float))
 
 
 class OptimizerTree:
@@ -474,9 +475,10 @@ class OptimizerTree:
             for label, optimizer in self._optimizers.items()
         }
         self._options = None
-        items = chain.from_iterable(map(dict.items, groups))
-        if not all(k in GROUP_KEYS_NOT_STORED or _is_constant(v) for k, v in items):
-            return found
+        for key, value in chain.from_iterable(map(dict.items, groups)):
+            known = type(value) in _NUMBERS or key in GROUP_KEYS_NOT_STORED
+            if not (known or _is_constant(value)):
+                return found
         self._options = keys, values, tree_codec.Packed(found)
         return self._options[2]
 
@@ -596,4 +598,4 @@ def _is_constant(value: Any) -> bool:
     """True for a value that cannot change in place."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
-    return type(value) in (*_PLAIN, float) or isinstance(value, CODE)
+    return type(value) in _NUMBERS or isinstance(value, CODE)

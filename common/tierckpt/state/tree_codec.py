@@ -27,7 +27,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate
 from operator import attrgetter
@@ -236,9 +236,9 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
             return _pack_quantized(value, path, keep)
         return _pack_subclass(value, path, keep) if is_made_of_tensors(value) else keep(value, path)
     if kind is list:
-        return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
-    if kind is dict and all(type(k) is str and k != TAG for k in value):
-        return {k: pack(v, f"{path}[{k!r}]", keep) for k, v in value.items()}
+        return _packed_items(enumerate(value), path, keep)
+    if kind is dict and {*map(type, value)} <= _TEXT and TAG not in value:
+        return dict(zip(value, _packed_items(value.items(), path, keep), strict=True))
     packer = _PACKERS.get(kind)
     if packer is not None:
         return packer(value, path, keep)
@@ -255,6 +255,21 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
         "pickle. Let state_dict() return numbers, strings, tensors, arrays and containers of "
         "them, or leave the object out and rebuild it at start."
     )
+
+
+_TEXT = {str}
+_AS_THEY_ARE = frozenset((bool, int, str, NoneType))
+
+
+def _packed_items(items: Iterable[tuple[Any, Any]], path: str, keep: KeepTensor) -> list[Any]:
+    """The nodes of the members of a list or dict. Most are plain values, at every step."""
+    found = []
+    for key, value in items:
+        kind = type(value)
+        if kind not in _AS_THEY_ARE and not (kind is float and math.isfinite(value)):
+            value = pack(value, f"{path}[{key!r}]", keep)
+        found.append(value)
+    return found
 
 
 def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
@@ -693,7 +708,7 @@ def _items(value: Any, path: str, keep: KeepTensor) -> list[Any]:
 
 
 def _sequence(value: Any, path: str, keep: KeepTensor) -> list[Any]:
-    return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
+    return _packed_items(enumerate(value), path, keep)
 
 
 def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:

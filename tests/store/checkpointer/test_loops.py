@@ -213,7 +213,7 @@ def test_a_step_that_takes_nothing_calls_few_functions(path: Path, settings: Any
     assert called.total() / STEPS_COUNTED <= MAX_CALLS
 
 
-MAX_FUNCTIONS_OF_VERSION, MAX_CALLS_OF_VERSION = 146, 213
+MAX_FUNCTIONS_OF_VERSION, MAX_CALLS_OF_VERSION = 142, 172
 """In a step with a version to memory."""
 
 
