@@ -249,13 +249,33 @@ class Found(Struct):
 
 def look() -> Found:
     """Search all objects that Python's collector tracks. Takes half the time of a collection."""
-    found, every = Found(), gc.get_objects()
-    kinds = [*map(type, every)]
-    lists = {kind: _list_for(kind, found) for kind in {*kinds}}
-    wanted = {kind: fitting for kind, fitting in lists.items() if fitting is not None}
-    if wanted:
-        for each in compress(every, map(wanted.__contains__, kinds)):
-            wanted[type(each)].append(each)
+    found = Found()
+    lists: dict[type, list[Any] | None] = {}
+
+    def fits(kind: type) -> bool:
+        if kind not in lists:
+            lists[kind] = _list_for(kind, found)
+        return lists[kind] is not None
+
+    for each in _objects_of(fits):
+        if (fitting := lists[type(each)]) is not None:
+            fitting.append(each)
+    return found
+
+
+def _objects_of(fits: Callable[[type], bool]) -> list[Any]:
+    """The tracked objects of the types that fit. The collector must be paused.
+
+    Young objects are looked at by themselves, and let go at once: a tuple that another thread is
+    about to make fails there with a SystemError, if it is referred to meanwhile.
+    """
+    found: list[Any] = []
+    for generation in range(3):
+        every = gc.get_objects(generation)
+        kinds = [*map(type, every)]
+        wanted = {kind for kind in {*kinds} if fits(kind)}
+        found += compress(every, map(wanted.__contains__, kinds))
+        del every
     return found
 
 
@@ -355,13 +375,12 @@ def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules outside the model with its class and shapes, without an optimizer: averages that a
     loop makes by itself, targets, references."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    mine, every = {id(each) for each in model.modules()}, gc.get_objects()
-    of_its_class = map(functools.partial(is_, type(inner)), map(type, every))
-    alike = [each for each in compress(every, of_its_class) if id(each) not in mine]
+    mine = {id(each) for each in model.modules()}
+    alike = [each for each in _objects_of(functools.partial(is_, type(inner))) if id(each) not in mine]
     if not alike or not (shapes := _shapes(inner)):
         return []
     alike = [each for each in alike if _shapes(each) == shapes]
-    optimizers = [e for e in every if alike and issubclass(type(e), torch.optim.Optimizer)]
+    optimizers = _objects_of(lambda kind: issubclass(kind, torch.optim.Optimizer)) if alike else []
     groups = [group for each in optimizers for group in getattr(each, "param_groups", ())]
     stepped = {id(param) for group in groups for param in group["params"]}
     return [e for e in alike if not any(id(param) in stepped for param in e.parameters())]
