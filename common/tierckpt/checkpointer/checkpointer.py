@@ -579,6 +579,8 @@ class Checkpointer(CheckpointerCore):
         """Add an object to `extra` after construction, before the first boundary or restore."""
         check_extra("extra_per_rank" if per_rank else "extra", name, obj)
         (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
+        if (ends := self._parts.find(EpochEnds)) is not None:
+            ends.find_places()
 
     # --- whether it has ended ---------------------------------------------------------------------
 

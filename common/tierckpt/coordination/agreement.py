@@ -417,6 +417,7 @@ class Agreement:
     def even_out(self) -> None:
         """Cast the votes that other ranks wait for, if this rank's iteration was cut short.
         Collective."""
+        self._repeatable = None  # another vote is the last one now
         self._ballots.even_out()
         self._report_recovery()
 

@@ -704,7 +704,7 @@ class GroupBallots:
     def repeat(self, place: int) -> Cast | None:
         """Cast as Ballots says."""
         last = self._last
-        if last is None or not last.is_unanimous():
+        if last is None or last.values[self._END] or not last.is_unanimous():
             return None
         values = last.values[: self._width]
         values[PLACES] = place, ~place

@@ -33,6 +33,8 @@ HELD = (
     "the loop took {count} batches before its first step, and one before each later one. If it "
     "prefetches, a restart loses what it holds at a boundary, and trains on other batches: {cure}"
 )
+EXPLICIT, IN_FORWARD = ("iteration_ends",), ("boundary_begins", "stepped")
+"""Moments with something to do, by the setting `boundary`, if there are places."""
 ONE_HELD = "give ResumableLoader(loader, ahead=1)"
 MORE_HELD = "let it hold one at most, with ResumableLoader(loader, ahead=1), and workers load more"
 
@@ -43,20 +45,26 @@ class EpochEnds(Part):
     @classmethod
     def of(cls, job: TrainingJob) -> Self:
         """Of every job."""
-        part = cls(job.state, job.reports.notice_of_all)
-        if job.config.boundary == "explicit":
-            part.sleep("boundary_begins", "stepped")
-        if not any(True for _ in part._places()):
-            part.sleep("boundary_begins", "stepped", "iteration_ends")
-        return part
+        explicit = job.config.boundary == "explicit"
+        return cls(job.state, job.reports.notice_of_all, explicit)
 
-    def __init__(self, state: TrainingState, say: Callable[[str, int], None]) -> None:
-        """Does not own `state`. `say` takes text and severity."""
+    def __init__(
+        self, state: TrainingState, say: Callable[[str, int], None], explicit: bool
+    ) -> None:
+        """Does not own `state`. `say` takes text and severity. `explicit`: calls of `step()` are
+        boundaries."""
         self._state, self._say = state, say
+        self._moments = EXPLICIT if explicit else IN_FORWARD
         self._held_is_said = False
         self._at_end: dict[int, tuple[int, Any]] = {}
         """By `id()` of a place, at the last boundary or step of an epoch: number, and `_mark`."""
+        self.sleep(*EXPLICIT, *IN_FORWARD)
+        self.find_places()
+
+    def find_places(self) -> None:
+        """The state has other objects: take in its loaders and samplers."""
         for place in self._places():
+            self.wake(*self._moments)
             if isinstance(place, LoaderPlace):
                 place.has_boundaries = True
 

@@ -376,7 +376,9 @@ def copies_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     loop makes by itself, targets, references."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     mine = {id(each) for each in model.modules()}
-    alike = [each for each in _objects_of(functools.partial(is_, type(inner))) if id(each) not in mine]
+    alike = [
+        each for each in _objects_of(functools.partial(is_, type(inner))) if id(each) not in mine
+    ]
     if not alike or not (shapes := _shapes(inner)):
         return []
     alike = [each for each in alike if _shapes(each) == shapes]

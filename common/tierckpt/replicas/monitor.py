@@ -350,7 +350,9 @@ class ReplicaMonitor(Part):
     def _idle_boundaries(self) -> int:
         """How many boundaries the part has nothing to do at, if no rank has news."""
         replicated, looks = self._replicated, (self._look, self._to_vote, self._voted)
-        if replicated is None or replicated.outdated or self._next_all or any(looks):
+        if replicated is None or replicated.outdated or any(looks):
+            return 0
+        if self._next_all or self._look_all or self._voted_all:
             return 0
         if self.finding or self._inquiry or self._seen_apart or self._unsure or self._spread_in:
             return 0
@@ -530,7 +532,8 @@ class ReplicaMonitor(Part):
             if self.active and version is not None:
                 self._look_up()
                 assert self._replicated is not None
-                self._last = Look(self._replicated, range(self._slices), self._turn, version)
+                # Not `_turn`: a rank that rests is behind one that has just looked at everything.
+                self._last = Look(self._replicated, range(self._slices), 0, version)
                 self._last.finish()
                 return self._last.fetch()
         except Exception as error:
@@ -569,6 +572,7 @@ class ReplicaMonitor(Part):
 
     def _start_inquiry(self, look: Look | None) -> None:
         """Start to find the tensors that differ; all ranks do."""
+        self.rest_no_longer()
         stands, fresh = False, NONE
         self.settle()  # if no step came between
         try:
@@ -602,7 +606,9 @@ class ReplicaMonitor(Part):
             return
         self._inquiry = None
         if outcome.nothing:
-            self._turn = self._turn if outcome.turn is None else outcome.turn
+            if outcome.turn is not None:  # that of the next boundary
+                self._turn, self._number = outcome.turn, None
+                self.rest_no_longer()
             self._next_all = True
         elif self.finding is not None:
             self._report_spread(outcome)
@@ -648,6 +654,7 @@ class ReplicaMonitor(Part):
 
     def diverged(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
         """Report it as a difference."""
+        self.rest_no_longer()
         clean = self._clean if self.active else together
         self.finding = Finding((), None, self._group.size, version, clean, apart=True)
         self._inquiry = None

@@ -656,6 +656,25 @@ def test_a_drift_seen_only_at_the_end_is_raised_then(ranks: Ranks) -> None:
     assert {id_.version for id_ in local_suspects(ranks.folder(0)).marked()} >= {3 * ROUND + 1}
 
 
+def test_a_drift_at_the_end_is_seen_by_ranks_that_looked_at_other_boundaries(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks the monitor rests: it learns later how many boundaries have passed."""
+    monkeypatch.setattr("tierckpt.checkpointer.loop.LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr("tierckpt.hooks.unsaved_objects.OFTEN", 1)
+
+    def late(rank: Rank) -> None:
+        rank.train(3 * ROUND - 1)
+        if rank.rank == 0:
+            rank.ckpt._rounds.look_seconds = 0.0
+        rank.train(1, then=rank.flip)
+        assert rank.ckpt._parts.resting == bool(rank.rank)
+        with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ"):
+            rank.ckpt.close()
+
+    ranks.run(late, replicas=STOP, local_every_steps=0, memory_every_steps=100)
+
+
 def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:
     def train(rank: Rank) -> None:
         with rank.ckpt:

@@ -164,6 +164,42 @@ def test_losses_continue_as_if_nothing_had_happened(
     second.ckpt.close()
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_loader_knows_the_batches_that_were_trained_on(
+    registered: bool, path: Path, settings: Any
+) -> None:
+    """Also one that came after the checkpointer. The loop ends with a batch it does not use."""
+    seen: list[list[float]] = []
+    done = 0
+    for steps in (4, 8):
+        seed_everything(steps)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        order = torch.Generator().manual_seed(3)
+        numbers: Any = torch.arange(40.0).reshape(40, 1)
+        loader: tierckpt.ResumableLoader[Any] = tierckpt.ResumableLoader(
+            DataLoader(numbers, 2, shuffle=True, generator=order)
+        )
+        given = {} if registered else {"extra_per_rank": {"data": loader}}
+        ckpt = tierckpt.Checkpointer(
+            model, optimizer, path=path, agent="inline", **given, **settings
+        )
+        if registered:
+            ckpt.register("data", loader, per_rank=True)
+        assert int(ckpt.restore()) == done
+        for batch in loader:
+            if done == steps:
+                break
+            seen.append(batch.flatten().tolist())
+            model(batch).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            done += 1
+        ckpt.close()
+    assert len(seen) == 8
+    assert len({each for batch in seen for each in batch}) == 16, "no batch comes twice"
+
+
 def halve_weight(module: torch.nn.Module, _: Any) -> None:
     module.weight.data.mul_(0.5)
 
