@@ -182,8 +182,9 @@ def calls_of(path: Path, settings: dict[str, Any]) -> Counter[tuple[str, str, st
             called[thread, code.co_filename, code.co_qualname] += 1
 
     monkeypatch = pytest.MonkeyPatch()
-    # The profiler makes steps so slow that many would look.
+    # The profiler, and other work, make steps so slow that many would look.
     monkeypatch.setattr("tierckpt.checkpointer.loop.LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr("tierckpt.storage.slot_pool.SEEN_SECONDS", 1000.0)
     before = sys.getprofile()
     threading.setprofile(count)  # for the copier, which the job starts
     try:
