@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, NoneType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -412,8 +412,7 @@ HEAVY_BYTES = 16 * 2**20
 """Limit of tensors copied at a boundary before a warning: some 3 ms."""
 FEW = 1000
 """Limit of parameters of an optimizer for a `state_dict()` at every boundary."""
-_PLAIN = (bool, int, str, NoneType)
-_NUMBERS = frozenset((*_PLAIN, float))
+_CONSTANT = tree_codec.AS_THEY_ARE | {float}
 
 
 class OptimizerTree:
@@ -476,7 +475,7 @@ class OptimizerTree:
         }
         self._options = None
         for key, value in chain.from_iterable(map(dict.items, groups)):
-            known = type(value) in _NUMBERS or key in GROUP_KEYS_NOT_STORED
+            known = type(value) in _CONSTANT or key in GROUP_KEYS_NOT_STORED
             if not (known or _is_constant(value)):
                 return found
         self._options = keys, values, tree_codec.Packed(found)
@@ -488,7 +487,7 @@ class OptimizerTree:
         """Options of one group. Functions and classes are left out: they are code, not state."""
         found = {}
         for key, value in group.items():
-            if type(value) in _PLAIN or (type(value) is float and isfinite(value)):
+            if type(value) in tree_codec.AS_THEY_ARE or (type(value) is float and isfinite(value)):
                 found[key] = value
                 continue
             if key in GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
@@ -598,4 +597,4 @@ def _is_constant(value: Any) -> bool:
     """True for a value that cannot change in place."""
     if type(value) is tuple:
         return all(map(_is_constant, value))
-    return type(value) in _NUMBERS or isinstance(value, CODE)
+    return type(value) in _CONSTANT or isinstance(value, CODE)

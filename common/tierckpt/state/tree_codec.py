@@ -220,6 +220,9 @@ SMALL_BYTES = 64 * 1024
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
+AS_THEY_ARE = frozenset((bool, int, str, NoneType))
+"""Types with values that are their own nodes. Those of `float` are, too, if they are finite."""
+
 KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 """Called with a tensor and its path; keeps it somewhere and returns a node in its place."""
 
@@ -227,7 +230,7 @@ KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 def pack(value: Any, path: str, keep: KeepTensor) -> Any:
     """`value` as JSON nodes; shares nothing mutable with it. Raises UnsupportedStateError."""
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if kind in AS_THEY_ARE:
         return value
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
@@ -258,7 +261,6 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
 
 
 _TEXT = {str}
-_AS_THEY_ARE = frozenset((bool, int, str, NoneType))
 
 
 def _packed_items(items: Iterable[tuple[Any, Any]], path: str, keep: KeepTensor) -> list[Any]:
@@ -266,7 +268,7 @@ def _packed_items(items: Iterable[tuple[Any, Any]], path: str, keep: KeepTensor)
     found = []
     for key, value in items:
         kind = type(value)
-        if kind not in _AS_THEY_ARE and not (kind is float and math.isfinite(value)):
+        if kind not in AS_THEY_ARE and not (kind is float and math.isfinite(value)):
             value = pack(value, f"{path}[{key!r}]", keep)
         found.append(value)
     return found
